@@ -347,7 +347,9 @@ def _trajectory_from_json(data: dict[str, Any]) -> Trajectory:
                 f"trajectory {data['id']!r:.100}: a turn's tokens, log-probs and versions differ in number"
             )
     prompt = of_kinds(Prompt(**data["prompt"]))
-    return of_kinds(Trajectory(**{**data, "prompt": prompt, "turns": turns, "errors": tuple(map(str, data["errors"]))}))
+    metrics = tuple((str(name), float(value)) for name, value in data.get("metrics", ()))
+    told = {"errors": tuple(map(str, data["errors"])), "metrics": metrics}
+    return of_kinds(Trajectory(**{**data, "prompt": prompt, "turns": turns, **told}))
 
 
 _KINDS: dict[str, tuple[type, ...]] = {

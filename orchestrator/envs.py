@@ -28,6 +28,7 @@ from orchestrator.api import (
     RewardFunction,
     RunError,
     Sampling,
+    Score,
     Task,
     TaskLimits,
     TimeoutMeaning,
@@ -139,7 +140,7 @@ class Episode:
             task=self.prompt.task,
             prompt=self.prompt,
             turns=tuple(self.turns),
-            reward=reward,
+            reward=None if reward is None else float(reward),
             env_version=self.env_version,
             env_seed=self.prompt.seed,
             truncated=self.truncated,
@@ -147,6 +148,7 @@ class Episode:
             started_at=self.started_at,
             finished_at=finished_at,
             scored_at=scored_at,
+            metrics=reward.metrics if isinstance(reward, Score) else (),
         )
 
 
@@ -158,8 +160,8 @@ async def reward_of_episode(reward: RewardFunction, episode: Episode, finished_a
 
 
 async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: float) -> float:
-    """The reward, a float of at most :data:`MAX_REWARD` either way, within ``seconds``; one with limits of its own is not cut off
-    while a call waits for its turn.
+    """The reward, a float of at most :data:`MAX_REWARD` either way, with the metrics that its function gave (:class:`Score`),
+    within ``seconds``; one with limits of its own is not cut off while a call waits for its turn.
     Raises TrajectoryError for anything else that the function may give or raise, and RunError for what it says that every
     trajectory would meet."""
     try:
@@ -184,7 +186,7 @@ async def score_of(reward: RewardFunction, trajectory: Trajectory, seconds: floa
         value = math.inf
     if math.isnan(value):
         raise TrajectoryError("reward_not_finite", f"{shown(found)}")
-    return _within_range(value)
+    return Score(_within_range(value), found.metrics if isinstance(found, Score) else ())
 
 
 def _within_range(reward: float) -> float:

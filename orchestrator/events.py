@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -108,20 +108,22 @@ class StageNote:
 def read_events(file: Path) -> list[dict[str, Any]]:
     """All complete events of a log; a half-written last line (the process was killed), and others that are no objects, are
     left out."""
-    events: list[dict[str, Any]] = []
-    for line in file.read_text(encoding="utf-8", errors="replace").split("\n"):
-        try:
-            events.append(parse_object(line))
-        except ValueError:
-            continue
-    return events
+    return list(each_event(file))
+
+
+def each_event(file: Path) -> Iterator[dict[str, Any]]:
+    """They, each read when it is asked for."""
+    with file.open(encoding="utf-8", errors="replace", newline="\n") as stream:
+        for line in stream:
+            with suppress(ValueError):
+                yield parse_object(line)
 
 
 def last_time(file: Path) -> float:
     """The largest event time in a log, 0.0 when there is none."""
     if not file.exists():
         return 0.0
-    return max((time_of(event) for event in read_events(file)), default=0.0)
+    return max((time_of(event) for event in each_event(file)), default=0.0)
 
 
 def time_of(event: Mapping[str, Any], field: str = "t") -> float:

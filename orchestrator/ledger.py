@@ -5,7 +5,8 @@ a batch), and ends in exactly one of ``trained``, ``evicted_stale``, ``aborted_r
 ``failed``. Every start, change and end is a line of the journal before anything acts on it. Invariant, checked at every
 step's end: started = sum over the ends + in flight, where in flight is counted by its own counter and must equal the
 number of open entries. Never is a number computed as the remainder of the others. What ended before the check before is
-only counted: a run of weeks holds no more in memory, and is checked no slower, than one of an hour; the journal has all.
+only counted: a run of weeks holds no more in memory, and is checked no slower, than one of an hour; the journal has all. So
+does a resume, which reads it line by line and remembers what has not ended, or may be rolled back.
 
 A resume goes back to a checkpoint: what was trained after it is journalled as ``rolled_back`` and either returns to the
 buffer (the checkpoint holds it) or ends as ``failed: rolled_back``; what was in flight ends as ``failed: interrupted``. A power
@@ -95,6 +96,7 @@ class Ledger:
         self.groups_started = 0  # of the journal that was restored: numbers go on after them
         self.groups_lost: tuple[int, ...] = ()  # the numbers of those of which a resume has nothing left
         self.rolled_back: Counter[int] = Counter()  # by the restore: trajectories by the step they were trained in
+        self.trained_by_step: Counter[int] = Counter()  # of the journal that was restored
         self.counts = Counts()
         self.sequence = 0
 
@@ -160,14 +162,32 @@ class Ledger:
         self._before, self._ended = self._ended, []
 
     def restore(self, lines: Iterable[str], checkpoint_step: int, held: Collection[str]) -> list[str]:
-        """Replay a journal after a crash; ``held`` are the ids in the checkpoint's buffer, ``checkpoint_step`` the number of
-        training steps it contains. Returns the ids that are back in the buffer. Raises RunError for a journal with lines that
-        are missing, repeated, of another journal, or that say what cannot have happened; half a line, where a process was
-        killed while it wrote, is none of these."""
+        """Replay a journal after a crash, whose ``lines`` are read twice and not kept; ``held`` are the ids in the checkpoint's
+        buffer, ``checkpoint_step`` the number of training steps it contains. Returns the ids that are back in the buffer. Raises
+        RunError for a journal with lines that are missing, repeated, of another journal, or that say what cannot have happened;
+        half a line, where a process was killed while it wrote, is none of these."""
+        groups = _Groups()
+        to_come = Counter(  # each that was trained and then rolled back, by an earlier resume
+            record["id"]
+            for line in lines
+            if '"rolled_back"' in line and (record := _parse(line)) and record["state"] == "rolled_back"
+        )
         for place, line in enumerate(lines, 1):
             record = _parse(line)
-            if record is not None:
-                self._replay(record, place)
+            if record is None:
+                continue
+            name = record["id"]
+            known = name in self._entries
+            self._replay(record, place)
+            entry = self._entries[name]
+            if not known:
+                groups.start(entry.group_id)
+            elif record["state"] == "rolled_back":
+                to_come[name] -= 1
+            elif entry.state in END_STATES and not to_come[name] and entry.step < checkpoint_step:  # it stays so
+                groups.end(entry)
+                del self._entries[name]
+                self._forgotten += 1
         returned: list[str] = []
         for trajectory_id, entry in self._entries.items():
             if entry.state == "trained" and entry.step >= checkpoint_step:
@@ -182,33 +202,12 @@ class Ledger:
                 returned.append(trajectory_id)
             else:
                 self.end(trajectory_id, "failed", CUT_SHORT[entry.state == "taken"])
-        self._number_groups()
+        for entry in self._entries.values():
+            groups.end(entry)
+        self.groups_started, self.groups_lost = groups.started, groups.lost()
         self._ended = [name for name, entry in self._entries.items() if entry.state not in LIVE_STATES]
         self.check()
         return returned
-
-    def _number_groups(self) -> None:
-        """How many there were (one that was lost is started again under its number), and which are lost: that the end of the
-        process, or the rollback, took members from and left too few to train on."""
-        newest: dict[int, str] = {}  # of each number
-        left: dict[str, int] = {}
-        cut: dict[str, None] = {}
-        for entry in self._entries.values():
-            newest[_number_of(entry.group_id)] = group = entry.group_id
-            left[group] = left.get(group, 0) + (entry.state == "trained" or entry.state in LIVE_STATES)
-            if entry.state == "failed" and entry.cause in CUT_SHORT:
-                cut[group] = None
-        self.groups_started = 1 + max(newest, default=-1)
-        lost = (number for number, group in newest.items() if number >= 0 and group in cut and left[group] < 2)
-        self.groups_lost = tuple(sorted(lost))
-
-    def trained_by_step(self) -> dict[int, int]:
-        """How many were trained in each step; of the whole journal, where it was just restored."""
-        found: dict[int, int] = {}
-        for entry in self._entries.values():
-            if entry.state == "trained":
-                found[entry.step] = found.get(entry.step, 0) + 1
-        return found
 
     def _open(self, trajectory_id: str, state: str) -> Entry:
         entry = self._entries.get(trajectory_id)
@@ -231,6 +230,7 @@ class Ledger:
         self.counts.ended["trained"] -= 1
         self.counts.in_flight += 1
         self.counts.rolled_back += 1
+        self.trained_by_step[entry.step] -= 1
         entry.state, entry.step = "taken", -1
 
     def _replay(self, record: dict[str, Any], place: int) -> None:
@@ -258,12 +258,64 @@ class Ledger:
         else:
             entry.state, entry.cause, entry.step = state, record.get("cause", ""), record.get("step", -1)
             self._count_end(state, entry.cause)
+            if state == "trained":
+                self.trained_by_step[entry.step] += 1
 
     def _write(self, record: dict[str, Any]) -> None:
         record["seq"] = self.sequence
         record["t"] = self._now()
         self.sequence += 1
         self._sink.write(_line(record) + "\n")
+
+
+@dataclass(slots=True)
+class _Group:
+    """``left``: members that are trained, or can be."""
+
+    group_id: str
+    again: bool  # one of its number was lost
+    open: int = 0
+    left: int = 0
+    cut: bool = False
+
+    @property
+    def lost(self) -> bool:
+        return self.cut and self.left < 2
+
+
+class _Groups:
+    """The groups of a journal: how many there were (one that was lost is started again under its number), and which are lost:
+    that the end of the process, or a rollback, took members from and left too few to train on. Remembers those with open
+    members, and those that were lost once."""
+
+    def __init__(self) -> None:
+        self.started = 0
+        self._newest: dict[int, _Group] = {}  # of each number
+
+    def start(self, group_id: str) -> None:
+        """One of its members starts."""
+        number = _number_of(group_id)
+        self.started = max(self.started, number + 1)
+        group = self._newest.get(number)
+        if group is None or group.group_id != group_id:
+            group = self._newest[number] = _Group(group_id, again=group is not None)
+        group.open += 1
+
+    def end(self, member: Entry) -> None:
+        """This is how one of its members stays."""
+        number = _number_of(member.group_id)
+        group = self._newest.get(number)
+        if group is None or group.group_id != member.group_id:  # another one was started in its place
+            return
+        group.open -= 1
+        group.left += member.state == "trained" or member.state in LIVE_STATES
+        group.cut |= member.state == "failed" and member.cause in CUT_SHORT
+        if not (group.open or group.lost or group.again):
+            del self._newest[number]
+
+    def lost(self) -> tuple[int, ...]:
+        """The numbers of those that are."""
+        return tuple(sorted(number for number, group in self._newest.items() if number >= 0 and group.lost))
 
 
 def _number_of(group_id: str) -> int:

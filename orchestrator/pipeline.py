@@ -37,7 +37,7 @@ from orchestrator.components import Components, Position
 from orchestrator.evaluation import SOLVED, Evaluator
 from orchestrator.observe.occupancy import SAMPLE_SECONDS, Occupancy
 from orchestrator.parallelism.replanner import Replanner
-from orchestrator.policies.training.learning_alarms import WORDS, Alarm, LearningWatch, answer_figures
+from orchestrator.policies.training.learning_alarms import WORDS, Alarm, LearningWatch, answer_figures, metric_means
 from orchestrator.policies.training.sample_weights import LagWeight, OverlongPenalty, effective_share
 from orchestrator.rollout import Rollout
 from orchestrator.train_samples import histogram, to_samples
@@ -644,7 +644,8 @@ class Pipeline:
         rewards = [float(item.trajectory.reward or 0.0) for item in taken]
         reward = round(sum(rewards) / len(rewards), 6)
         success = round(sum(value > SOLVED for value in rewards) / len(rewards), 6)
-        ledger, said = self.parts.ledger.counts.as_dict(), answer_figures([item.trajectory for item in taken])
+        ledger, trajectories = self.parts.ledger.counts.as_dict(), [item.trajectory for item in taken]
+        said = answer_figures(trajectories) | metric_means(trajectories)
         values = {**metrics.values, **said, **self.rollout.prompts.repeated_share()}
         lags = [batch.version - item.trajectory.first_version for item in taken]
         self.parts.events.emit(
@@ -672,7 +673,7 @@ class Pipeline:
             self.parts.events.emit("tools", step=step, tools=self.parts.tools())
         if self.parts.rewards is not None:
             self.parts.events.emit("rewards", step=step, **self.parts.rewards())
-        self.parts.events.emit("occupancy", step=step, **self._occupancy.take([item.trajectory for item in taken]))
+        self.parts.events.emit("occupancy", step=step, **self._occupancy.take(trajectories))
         for alarm in self._watch.check_step(step, values, success, sum(lags) / len(lags)):
             self._alarm(alarm)
         if not self._exhausted and (reason := self._watch.exhausted(self._done(step + 1), self.settings.signal_share)):

@@ -138,6 +138,7 @@ _FILE_SCHEMA = pa.schema(
             "experts",
             pa.list_(_EXPERTS),
         ),  # that engines chose, by turn, for routing replay; null or empty: none are known
+        ("metrics", pa.map_(pa.string(), pa.float64())),  # of the reward function; null or empty: it gave none
     ]
 )
 _PARTITIONS = pa.schema([("task", pa.string()), ("date", pa.string()), ("version", pa.int64())])
@@ -653,6 +654,7 @@ def to_trajectory(row: Mapping[str, Any]) -> Trajectory:
         started_at=row["started_at"],
         finished_at=row["finished_at"],
         scored_at=row["scored_at"],
+        metrics=tuple(row.get("metrics") or ()),
     )
 
 
@@ -731,6 +733,7 @@ def _to_row(row: StoredRow) -> dict[str, Any]:
             for index, chosen in enumerate(turn.experts for turn in trajectory.turns)
             if chosen
         ],
+        "metrics": trajectory.metrics,
     }
 
 

@@ -30,7 +30,7 @@ site=$venv/lib/python3.11/site-packages
 log=$venv/bootstrap.log
 stamp=$venv/bootstrap.stamp
 alternate=$venv/alternates/megatron-core-$MEGATRON_CORE_NEWEST
-retry="make -C $root venv"
+retry="make -C $(printf %q "$root") venv"
 
 unset PYTHONHOME PYTHONPATH
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1 PIP_PROGRESS_BAR=off PIP_USER=0 PYTHONNOUSERSITE=1

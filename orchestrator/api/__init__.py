@@ -67,6 +67,7 @@ from orchestrator.api.types import (
     SampleFacts,
     SampleSource,
     Sampling,
+    Score,
     ShardKey,
     SharedDevice,
     StepResult,

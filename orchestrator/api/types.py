@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 VersionSpans = tuple[tuple[int, int], ...]
 
@@ -178,6 +178,18 @@ class Turn:
     experts: RoutedExperts | None = None  # for tokens of its context; see routing replay (docs/megatron.md)
 
 
+class Score(float):
+    """A reward, and the numbers that its function gave besides, by name."""
+
+    def __new__(cls, reward: float, metrics: tuple[tuple[str, float], ...] = ()) -> Self:
+        """A number like any other."""
+        made = super().__new__(cls, reward)
+        made.metrics = metrics
+        return made
+
+    metrics: tuple[tuple[str, float], ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Trajectory:
     """One finished episode of one environment by one agent."""
@@ -195,6 +207,7 @@ class Trajectory:
     started_at: float = 0.0
     finished_at: float = 0.0
     scored_at: float = 0.0
+    metrics: tuple[tuple[str, float], ...] = ()  # what its reward function gave beside the reward, by name
 
     @property
     def versions(self) -> VersionSpans:

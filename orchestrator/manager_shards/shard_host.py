@@ -21,6 +21,7 @@ from orchestrator.api import (
     RewardFunction,
     RunError,
     Sampling,
+    Score,
     Trajectory,
     TrajectoryError,
 )
@@ -262,7 +263,8 @@ class ShardHost:
                 laid = self._lay(episode.trajectory(finished, reward=reward, scored_at=at))
             except RunError as error:
                 outcome, cause, detail = "fatal", str(error), ""
-        rest = episode.env_version, episode.truncated, reward, at, laid
+        metrics = reward.metrics if isinstance(reward, Score) else ()
+        rest = episode.env_version, episode.truncated, None if reward is None else float(reward), at, metrics, laid
         self._send(EpisodeEnd(episode.id, outcome, cause, detail, *rest).message())
 
     async def _say_alive(self) -> None:

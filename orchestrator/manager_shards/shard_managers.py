@@ -31,6 +31,7 @@ from orchestrator.api import (
     GenerationRequest,
     RunError,
     Sampling,
+    Score,
     TokenSequence,
     Trajectory,
     TrajectoryError,
@@ -174,7 +175,7 @@ class ShardManagers:
         _raise_for(end)
         if end.reward is None:
             raise TrajectoryError(SHARD_LOST, "a score without a reward")
-        return end.reward
+        return Score(end.reward, end.metrics)
 
     def finish(self, trajectory: Trajectory) -> Trajectory:
         """See :class:`~orchestrator.components.Shards`."""

@@ -89,6 +89,8 @@ _FACTS = _row(_whole, _whole, _whole, _whole, _flag, _flag)
 _CONTEXT = _row(_whole, _whole, _rows(_row(_whole, _whole)), _FACTS)
 _LAID = _row(_or_nothing(_bytes), _text, _whole, _text, _rows(_CONTEXT))
 
+_METRICS = _rows(_row(_text, _number))
+
 _FIELDS: dict[int, tuple[Check, ...]] = {
     BEGIN: (_name, _text, _PROMPT, _SAMPLING, _number, _flag),
     SCORE: (_name, _number),
@@ -100,7 +102,18 @@ _FIELDS: dict[int, tuple[Check, ...]] = {
     TURNS: (_whole, _bytes),
     DROP: (_name,),
     PLAYED: (_name, _text, _flag),
-    DONE: (_name, OUTCOMES.__contains__, _text, _text, _text, _flag, _or_nothing(_number), _number, _or_nothing(_LAID)),
+    DONE: (
+        _name,
+        OUTCOMES.__contains__,
+        _text,
+        _text,
+        _text,
+        _flag,
+        _or_nothing(_number),
+        _number,
+        _METRICS,
+        _or_nothing(_LAID),
+    ),
     TOLD: (_text,),
     ALIVE: (_text,),
 }
@@ -120,18 +133,21 @@ class EpisodeEnd:
     truncated: bool = False
     reward: float | None = None
     scored_at: float = 0.0
+    metrics: tuple[tuple[str, float], ...] = ()
     laid: LaidTrajectory | None = None
 
     def message(self) -> bytes:
         """As it travels."""
         laid = None if self.laid is None else self.laid.row()
         said = (writable(text, MAX_DETAIL) for text in (self.cause, self.detail, self.env_version))  # others wrote it
-        return pack(DONE, self.id, self.outcome, *said, self.truncated, self.reward, self.scored_at, laid)
+        return pack(DONE, self.id, self.outcome, *said, self.truncated, self.reward, self.scored_at, self.metrics, laid)
 
     @classmethod
     def of(cls, fields: Sequence[Any]) -> EpisodeEnd:
         """Of a DONE's fields."""
-        return cls(*fields[:-1], LaidTrajectory.of(fields[-1]) if fields[-1] else None)  # type: ignore[call-arg]
+        *said, metrics, laid = fields
+        kept = tuple((name, value) for name, value in metrics)
+        return cls(*said, kept, LaidTrajectory.of(laid) if laid else None)  # type: ignore[call-arg]
 
 
 def pack(kind: int, *fields: Any) -> bytes:

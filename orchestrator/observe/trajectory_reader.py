@@ -119,6 +119,7 @@ class ShownTrajectory:
     turns: tuple[ShownTurn, ...]
     group: tuple[Mapping[str, Any], ...]
     gap: float | None
+    metrics: Mapping[str, float]  # of its reward function, beside the reward
 
 
 class TokenText:
@@ -232,6 +233,7 @@ class TrajectoryReader:
             self._turns(row),
             tuple(group[:_GROUP]),
             self._gap(line["step"]) if line["outcome"] == "trained" else None,
+            dict(row["metrics"] or ()),
         )
 
     def _turns(self, row: Mapping[str, Any]) -> tuple[ShownTurn, ...]:

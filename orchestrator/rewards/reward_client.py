@@ -4,7 +4,8 @@
 
 Of a task whose rewards read text there is also ``texts``: what each turn says, null for one that was not ended.
 With adaptive timeouts there is also ``timeouts`` ({"cases": [seconds], "other": seconds, "whole": seconds}), and an answer may
-say {"correct": bool, "cases": [{"seconds", "limit", "cut"}]} of the test cases that ran, in their order.
+say {"correct": bool, "cases": [{"seconds", "limit", "cut"}]} of the test cases that ran, in their order. Other numbers of an
+answer (true is 1) are kept with the trajectory, at most :data:`MAX_METRICS`; what else it says is not.
 
 Guarantees: those of :class:`~orchestrator.rewards.function_client.FunctionClient`, and: what ``score`` returns is a finite float
 that the function computed; an infrastructure failure is never a reward. When no try reached the function: RetryableError,
@@ -21,11 +22,15 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
-from orchestrator.api import RetryableError, RunError, Trajectory, TrajectoryError
+from orchestrator.api import RetryableError, RunError, Score, Trajectory, TrajectoryError
 from orchestrator.api.errors import shown
 from orchestrator.policies.episodes.adaptive_timeouts import AdaptiveTimeouts, CaseTime
 from orchestrator.rewards.function_client import FunctionClient, FunctionFailed
 
+MAX_METRICS = 32
+_NAME, _MOST = 100, 1e300  # characters; a sum of as many as a batch has is finite
+_OF_PROTOCOL = ("reward", "correct", "cases")
+_KNOWN = (*_OF_PROTOCOL, "outcome")
 Said = Callable[[tuple[int, ...]], str | None]
 Played = Callable[[str, Sequence[tuple[int, ...]]], Sequence[tuple[int, ...]]]
 
@@ -66,7 +71,7 @@ class HttpReward(FunctionClient):
         reward = reward_in(answer)
         if timeouts is not None and "cases" in answer:
             timeouts.record_times(prompt, _times(answer["cases"]), correct=answer.get("correct") is True)
-        return reward
+        return Score(reward, metrics_in(answer))
 
     def stats(self) -> dict[str, Any]:
         """For the event log."""
@@ -173,3 +178,26 @@ def reward_in(answer: Any) -> float:
     if not math.isfinite(value):
         raise TrajectoryError("reward_not_finite", f"the reward is {value}")
     return value
+
+
+def metrics_in(answer: Mapping[str, Any]) -> tuple[tuple[str, float], ...]:
+    """The numbers beside the reward, by name. Raises TrajectoryError for what cannot be kept of them."""
+    found = {
+        name: value for name, value in answer.items() if isinstance(value, int | float) and name not in _OF_PROTOCOL
+    }
+    for place, (name, value) in enumerate(found.items()):
+        wrong = ""
+        if place == MAX_METRICS:
+            wrong = f"is one of {len(found)} numbers beside the reward, at most {MAX_METRICS} are kept"
+        elif not (name.isprintable() and 0 < len(name) <= _NAME):
+            wrong = f"a metric's name has 1 to {_NAME} printable characters"
+        elif not abs(value) <= _MOST:
+            wrong = f"a metric is a number of at most {_MOST:g} either way, not {shown(value, 50)}"
+        if wrong:
+            raise TrajectoryError("reward_error", f"{shown(name, _NAME)}: {wrong}")
+    return tuple(sorted((name, float(value)) for name, value in found.items()))
+
+
+def not_kept(answer: Mapping[str, Any]) -> list[str]:
+    """What it says besides that is no number; texts named ``outcome``, which built-in functions give, left out."""
+    return [name for name, value in answer.items() if not isinstance(value, int | float) and name not in _KNOWN]

@@ -17,7 +17,7 @@ from orchestrator.api import ConfigError
 from orchestrator.api.jsontext import parse_object
 from orchestrator.checkpoint import Checkpoints
 from orchestrator.config import Config, apply_override, parse_config, to_json
-from orchestrator.events import read_events, time_of
+from orchestrator.events import each_event, time_of
 from orchestrator.run_folder import RunFolder
 
 # A name that ends with a dot is all of a section.
@@ -51,7 +51,7 @@ class _End:
 def _end_of(folder: RunFolder) -> _End | None:
     """None: it has not ended. One that was killed after its last checkpoint has yet to be evaluated and exported."""
     silent, complete, seconds = False, False, 0.0
-    for event in read_events(folder.events_file) if folder.events_file.exists() else ():  # none while Ray starts
+    for event in each_event(folder.events_file) if folder.events_file.exists() else ():  # none while Ray starts
         kind, seconds = event.get("kind"), max(seconds, time_of(event))
         if kind == "run_start":
             silent = complete = False

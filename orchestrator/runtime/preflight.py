@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import cast
 
@@ -90,7 +91,7 @@ def check(config: Config, task: Task) -> list[str]:
     of_task: list[Callable[[], object]] = [
         partial(_model, config, task),
         partial(_function, config, task, notes := list[str]()),
-        *(partial(one, config, task) for one in (_task, _one_turn, _environments, _lengths, _predictor)),
+        *(partial(one, config, task) for one in (_task, _evaluated, _one_turn, _environments, _lengths, _predictor)),
         lambda: [setup_of(config.context, part) for part in (task, *parts_of(task).values())],
     ]
     last = partial(discovery.check, config, task)
@@ -266,6 +267,19 @@ def _task(config: Config, task: Task) -> None:
             f"no answer of task {task.name} has more than {most} tokens, so none is penalised: less than that + buffer"
         )
         raise ConfigError("reward.overlong.limit", rule.limit, fix)
+
+
+def _evaluated(config: Config, task: Task) -> None:
+    """Success is a share of the prompts that the config says."""
+    asked = min(config.evaluation.prompts, config.task.heldout_maps)  # else that is wrong
+    try:
+        there = sum(1 for _ in islice(task.prompts("heldout", config.run.seed), asked))
+    except Exception as error:  # a class of the user's may raise anything
+        fix = f"prompts('heldout', seed) failed: {error_text(error)} (docs/tasks.md, Write one)"
+        raise ConfigError("task.name", config.task.name, fix) from error
+    if there < asked:
+        fix = f"prompts('heldout', seed) of task {task.name} yields {there}; ask for as many, or let it yield more"
+        raise ConfigError("evaluation.prompts", asked, fix)
 
 
 def _demonstrated(config: Config, task: Task) -> None:

@@ -85,6 +85,7 @@ from orchestrator.transfer.manifest_signing import KEY_FILE, Signer
 
 TRAINER_CLASS = "megatron_rlplugin.trainer.megatron_trainer:MegatronTrainer"
 COLOCATED_CLASS = "megatron_rlplugin.trainer.colocated_trainer:ColocatedTrainer"
+_START_SECONDS = 60.0  # of a process of Ray on each node
 _RESTART_PAUSE = 5.0  # seconds before a life that follows one which trained nothing, times the number of these
 
 T = TypeVar("T")
@@ -114,6 +115,8 @@ def start_ray(config: Config) -> None:
             import ray
 
             ray.init(address=config.ray.address, **common)
+            if shlex.quote(sys.executable) != sys.executable:  # then its nodes may have such a path, too
+                _check_interpreters(config.ray.address)
         else:
             _start_local_ray(
                 num_cpus=config.ray.cpus,
@@ -124,6 +127,23 @@ def start_ray(config: Config) -> None:
             )
     except (ConnectionError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError("ray.address", config.ray.address or "(local)", f"Ray did not start: {error}") from error
+
+
+def _check_interpreters(address: str) -> None:
+    """Raises ConfigError for a node whose Ray has an interpreter that a shell misreads: it gives its path to one as it is, and no
+    process that has variables of its own would ever start there."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    say = ray.remote(num_cpus=0)(lambda: sys.executable)
+    nodes = {str(node["NodeID"]): str(node["NodeManagerAddress"]) for node in ray.nodes() if node["Alive"]}
+    asked = [
+        say.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote() for node in nodes
+    ]
+    for host, path in zip(nodes.values(), ray.get(asked, timeout=_START_SECONDS), strict=True):
+        if shlex.quote(path) != path:
+            fix = f"Ray on {host} runs {path}, which it gives to a shell without quotes, so no engine would start there"
+            raise ConfigError("ray.address", address, f"{fix}: install it in a folder whose path has no blanks")
 
 
 @functools.cache

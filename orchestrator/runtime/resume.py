@@ -8,7 +8,7 @@ is refused before anything is changed; one that a power cut tore after that is c
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -27,6 +27,17 @@ class Journal(Protocol):
 
     def keep(self, lines: int, /) -> None:
         """Cut off what comes after so many."""
+
+
+@dataclass(frozen=True)
+class _Lines:
+    """The first ``count`` lines of a journal; they can be read again."""
+
+    journal: Journal
+    count: int
+
+    def __iter__(self) -> Iterator[str]:
+        return islice(self.journal.lines(), self.count)
 
 
 class Rewindable(Protocol):
@@ -85,9 +96,7 @@ def rewind(checkpoints: Checkpoints, ledger: Ledger, journal: Journal, store: Re
         cut = f"{sum(1 for _ in journal.lines()) - kept} lines of the journal were cut off: {problem}"
         journal.keep(kept)
     checkpoints.drop_after(state.step)
-    returned = set(
-        ledger.restore(islice(journal.lines(), kept), state.step, {trajectory.id for trajectory in state.buffer})
-    )
+    returned = set(ledger.restore(_Lines(journal, kept), state.step, {trajectory.id for trajectory in state.buffer}))
     store.discard_after(state.step)
     position = Position(
         state.step,

@@ -14,11 +14,12 @@ from itertools import islice
 from typing import Any
 
 from orchestrator.api import ConfigError, Prompt, Task, Trajectory, TrajectoryError, Turn, stop_ids_of
+from orchestrator.api.errors import shown
 from orchestrator.config import Config
 from orchestrator.environments.environment_wire import error_text
 from orchestrator.rewards.function_protocol import IMPORT_FAILED, TIMED_OUT
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool
-from orchestrator.rewards.reward_client import reward_event, reward_in
+from orchestrator.rewards.reward_client import metrics_in, not_kept, reward_event, reward_in
 from orchestrator.tasks.dataset import DatasetTask
 
 _PROMPTS = 64  # that are looked at for one of each part of a mixture
@@ -45,7 +46,7 @@ def try_reward(config: Config, task: Task, target: str) -> list[str]:
     seconds = min(_SECONDS, config.reward.call_seconds(getattr(task, "reward_by_case", False)))
     notes = []
     for name, two in events.items():
-        wrong = asyncio.run(_tried(target, two, seconds))
+        wrong, ignored = asyncio.run(_tried(target, two, seconds))
         said = next((why for why in wrong if why), "")
         if all(wrong) and not any(_OF_MACHINE.search(why) for why in wrong):
             field, value = (
@@ -59,6 +60,10 @@ def try_reward(config: Config, task: Task, target: str) -> list[str]:
         if said:
             notes.append(
                 f"{name}: a trial answer got no reward ({said}); in a run such a trajectory fails, it is not 0"
+            )
+        if ignored:
+            notes.append(
+                f"{name}: of what it answers beside the reward only numbers are kept, not {', '.join(ignored)}"
             )
     return notes
 
@@ -80,14 +85,17 @@ def _events(config: Config, task: Task, prompt: Prompt) -> list[dict[str, Any]]:
     return events
 
 
-async def _tried(target: str, events: Sequence[dict[str, Any]], seconds: float) -> list[str]:
-    """What was wrong with each; empty: it got a reward."""
+async def _tried(target: str, events: Sequence[dict[str, Any]], seconds: float) -> tuple[list[str], list[str]]:
+    """What was wrong with each (empty: it got a reward), and the fields that are not kept."""
     pool = FunctionPool(target, concurrency=1, timeout=seconds, idle_seconds=seconds)
-    wrong = []
+    wrong: list[str] = []
+    ignored: dict[str, None] = {}
     try:
         for event in events:
             try:
-                reward_in(await pool.invoke(event))
+                answer = await pool.invoke(event)
+                reward_in(answer), metrics_in(answer)
+                ignored |= dict.fromkeys(shown(field, 40) for field in not_kept(answer)[:5])
                 wrong.append("")
             except FunctionError as error:
                 wrong.append(str(error)[:300])
@@ -95,4 +103,4 @@ async def _tried(target: str, events: Sequence[dict[str, Any]], seconds: float) 
                 wrong.append(error.detail[:300])
     finally:
         await pool.close()
-    return wrong
+    return wrong, list(ignored)

@@ -103,7 +103,7 @@ class RunRecords:
                 resumed = rewind(checkpoints, ledger, journal, store, folder.next_life())
                 repairs += [f"skipped a damaged checkpoint: {problem}" for problem in resumed.damaged]
                 repairs += [resumed.cut] if resumed.cut else []
-                repairs += compare_store(ledger.trained_by_step(), trained_rows(folder.trajectories))
+                repairs += compare_store(ledger.trained_by_step, trained_rows(folder.trajectories))
                 resumed.position.environments = last_environments(folder.trajectories)
                 if config.filters.max_similarity is not None:
                     window = config.filters.similarity_window

@@ -200,6 +200,7 @@ class OpenShard:
         """What was encoded; its tokens and log-probs are :class:`Column`."""
         record = json.loads(self._record[0].as_py())
         record |= {"prompt": Prompt(**record["prompt"]), "errors": tuple(record["errors"])}
+        record["metrics"] = tuple((name, value) for name, value in record.get("metrics", ()))
         turns = tuple(replace(turn, experts=self._experts_of(place)) for place, turn in enumerate(self.turns()))
         return Trajectory(turns=turns, **record)
 

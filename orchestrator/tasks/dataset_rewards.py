@@ -14,7 +14,7 @@ from typing import Any
 
 def score_row(payload: Mapping[str, Any]) -> dict[str, Any]:
     """``payload``: ``prompt`` (the row, as the task writes it) and ``texts`` (what was said, one answer; None: not ended).
-    Returns ``reward``, ``outcome`` and ``parts``, the value of each function. An answer that was not ended is 0, and no
+    Returns ``reward``, ``outcome`` and the value of each function under its name. An answer that was not ended is 0, and no
     function sees it. Raises ValueError for another payload, TypeError when a function gives no number."""
     texts = payload.get("texts")
     if not isinstance(texts, list) or len(texts) > 1:
@@ -22,11 +22,11 @@ def score_row(payload: Mapping[str, Any]) -> dict[str, Any]:
     given = json.loads(payload["prompt"])
     row, answer = given["row"], given["row"][given["answer"]]
     if not texts or texts[0] is None:
-        return {"reward": 0.0, "outcome": "not ended", "parts": {}}
+        return {"reward": 0.0, "outcome": "not ended"}
     answer = answer if isinstance(answer, str) else json.dumps(answer)
     parts = {target: _value(target, texts[0], answer, dict(row)) for target in given["rewards"]}
     reward = sum(weight * parts[target] for target, weight in given["rewards"].items())
-    return {"reward": reward, "outcome": "right" if reward > 0.5 else "wrong", "parts": parts}
+    return {**parts, "reward": reward, "outcome": "right" if reward > 0.5 else "wrong"}
 
 
 def _value(target: str, said: str, answer: str, row: dict[str, Any]) -> float:

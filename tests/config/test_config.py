@@ -228,6 +228,14 @@ class Unversioned(Played): version = None
 class NoPrompt(NimTask):
     def prompts(self, split, seed): return iter(())
 
+class FewHeldout(NimTask):
+    def prompts(self, split, seed):
+        drawn = super().prompts(split, seed)
+        return drawn if split == "train" else iter([next(drawn), next(drawn)])
+
+class NoHeldout(NimTask):
+    def prompts(self, split, seed): return super().prompts({"train": "train"}[split], seed)
+
 class Unseeded(NimTask):
     def prompts(self, split, seed): return super().prompts(split, __import__("random").random() if split == "train" else seed)
 
@@ -271,6 +279,26 @@ def test_a_task_that_cannot_be_played_is_known_before_anything_starts(
     assert says in said
 
 
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [
+        ("FewHeldout", "evaluation.prompts = 5: prompts('heldout', seed) of task nim yields 2"),
+        ("NoHeldout", "prompts('heldout', seed) failed: KeyError('heldout')"),
+    ],
+)
+def test_a_task_with_fewer_held_out_prompts_than_are_evaluated_is_known_before_anything_starts(
+    name: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "few_tasks.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    given = ["train", f"task.name=few_tasks:{name}", "task.heldout_maps=5", "--dry-run"]
+    assert main([*given, "evaluation.prompts=5"]) == 2
+    assert says in capsys.readouterr().err
+    if name == "FewHeldout":
+        main([*given, "evaluation.prompts=2"])
+        assert "evaluation.prompts" not in capsys.readouterr().err
+
+
 def test_a_task_that_exits_where_it_is_made_is_one_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "leaving_tasks.py").write_text(TASKS)
     monkeypatch.syspath_prepend(str(tmp_path))
@@ -294,7 +322,9 @@ def nan(event): return {"reward": float("nan")}
 def leaves(event): os._exit(3)
 def offline(event): raise ConnectionError("no judge here")
 def of_words(event): return {"reward": float(event["actions"][0][-2])}
-def sound(event): return {"reward": 1}
+def sound(event): return {"reward": 1, "format": True}
+def tells(event): return {"reward": 1, "why": "no end", "format": True}
+def many(event): return {"reward": 1} | {str(number): number for number in range(40)}
 """
 
 
@@ -311,6 +341,8 @@ def sound(event): return {"reward": 1}
         ("offline", "note: ConnectionError: no judge here"),
         ("of_words", "note: IndexError"),
         ("sound", ""),
+        ("tells", "note: beside the reward only numbers are kept, not 'why'"),
+        ("many", "at most 32 are kept"),
     ],
 )
 def test_a_reward_function_that_gives_no_number_is_known_before_anything_starts(

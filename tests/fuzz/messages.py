@@ -404,7 +404,9 @@ def shard_message(folder: Path) -> Drawn:
     prompt, sampling = Prompt("k", "nim", 1, "1 2"), Sampling(8, 1.0, 0.9, (2,), 7)
     row = (shard_messages.prompt_row(prompt), shard_messages.sampling_row(sampling))
     valid = [
-        shard_messages.EpisodeEnd("t-1", "scored", "", "", "nim 1", False, 0.5, 2.0, laid).message(),
+        shard_messages.EpisodeEnd(
+            "t-1", "scored", "", "", "nim 1", False, 0.5, 2.0, (("format", 1.0),), laid
+        ).message(),
         shard_messages.pack(shard_messages.BEGIN, "t-1", "g-1", *row, 1.5, False),
         shard_messages.pack(shard_messages.TAKEN, 3, ["a", "b"]),
         shard_messages.pack(shard_messages.RESIZE, "rewards", 4),

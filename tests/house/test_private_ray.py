@@ -15,6 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.api import ConfigError
+from orchestrator.config import load_config
 from orchestrator.runtime import real_run
 
 PROGRAM = """
@@ -146,6 +148,34 @@ def test_only_an_interpreter_that_a_shell_would_misread_is_quoted_for_ray(
     real_run._start_local_ray()
     quoted = {"py_executable": "'/home/new comer/python'"} if " " in folder else None
     assert [options.get("runtime_env") for options in seen] == [quoted]
+
+
+@pytest.mark.parametrize("of_nodes", [["/opt/ray/python"], ["/opt/ray/python", "/home/new comer/python"]])
+def test_a_cluster_whose_interpreter_a_shell_would_misread_is_refused(
+    of_nodes: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+
+    class Task:
+        def __init__(self, function: object) -> None:
+            self.options = lambda scheduling_strategy: asked.append(scheduling_strategy.node_id) or self
+
+        def remote(self) -> str:
+            return of_nodes[len(asked) - 1]
+
+    nodes = [{"NodeID": f"{n:056x}", "NodeManagerAddress": f"10.0.0.{n}", "Alive": True} for n in range(len(of_nodes))]
+    gone = {"NodeID": "9" * 56, "NodeManagerAddress": "10.0.0.9", "Alive": False}
+    ray = pytest.importorskip("ray")
+    for name, stand_in in {
+        "init": lambda **_: None, "nodes": lambda: [*nodes, gone], "remote": lambda **_: Task, "get": lambda refs, timeout: refs,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(ray, name, stand_in)
+    for executable, misread in (("/home/me/python", False), ("/home/new comer/python", len(of_nodes) > 1)):
+        monkeypatch.setattr(sys, "executable", executable)
+        refused = pytest.raises(ConfigError, match=r"Ray on 10\.0\.0\.1 runs /home/new comer/python, which")
+        with refused if misread else contextlib.nullcontext():
+            real_run.start_ray(load_config(None, ["ray.address=10.0.0.0:6379"]))
+    assert len(asked) == len(of_nodes)  # only where one's own path has a space
 
 
 @pytest.mark.long

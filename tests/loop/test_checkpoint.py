@@ -19,7 +19,7 @@ from orchestrator.runtime.run_records import BesideTheLoop
 def state(step: int) -> CheckpointState:
     turns = (Turn((1, 2), (3, 4), (-0.25, -0.125), ((step, 1), (step + 1, 1)), 0.5, True, 0.1, 0.2),)
     trajectory = Trajectory(
-        "t", "g", "task", Prompt("k", "task", 1, "p"), turns, 1.0, "v", 1, False, ("e",), 1.0, 2.0, 3.0
+        "t", "g", "task", Prompt("k", "task", 1, "p"), turns, 1.0, "v", 1, False, ("e",), 1.0, 2.0, 3.0, (("m", 0.5),)
     )
     return CheckpointState(step, step + 1, 17, 12.5, (trajectory,), ((0, 0.25),))
 

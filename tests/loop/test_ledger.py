@@ -109,13 +109,14 @@ def test_resume_rolls_back_what_was_trained_after_the_checkpoint() -> None:
 
     assert returned == ["held", "buffered"]
     assert [again.state(name) for name in ("old", "held", "lost", "flying", "buffered", "evicted")] == [
-        "trained",
+        "",  # ended before the checkpoint
         "buffered",
         "failed",
         "failed",
         "buffered",
-        "evicted_stale",
+        "",
     ]
+    assert +again.trained_by_step == {1: 1}
     counts = again.counts.as_dict()
     assert counts["rolled_back"] == 2
     assert counts["failed_by_cause"] == {"interrupted": 1, "rolled_back": 1}
@@ -189,6 +190,47 @@ def test_a_long_run_holds_no_more_in_memory_than_a_short_one() -> None:
     again.restore(sink.lines, checkpoint_step=4, held=set())
     assert again.counts.as_dict() == ledger.counts.as_dict()
     assert again.groups_started == 250
+
+
+class Weeks:
+    """The journal of so many steps, each line made when it is asked for; two were rolled back once."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def __iter__(self) -> Iterator[str]:
+        return (json.dumps(record | {"seq": number, "t": 0}) for number, record in enumerate(self.records()))
+
+    def records(self) -> Iterator[dict[str, object]]:
+        for step in range(self.steps):
+            for life in ("", "-1")[: 1 + (step in (49, 99))]:
+                names = [f"t{step}-{index}{life}" for index in range(8)]
+                for index, name in enumerate(names):
+                    yield {"id": name, "group": f"g{2 * step + index // 4:07d}{life}", "state": "running"}
+                    for state in ("scoring", "buffered", *(("taken",) if index != 3 else ())):
+                        yield {"id": name, "state": state}
+                    yield {"id": name, "state": "trained" if index != 3 else "filtered", "step": step}
+                for name in (*names[:3], *names[4:]) if step in (49, 99) and not life else ():
+                    yield {"id": name, "state": "rolled_back", "step": step}
+                    yield {"id": name, "state": "failed", "cause": "rolled_back"}
+
+
+def test_a_resume_of_a_long_run_holds_no_more_than_that_of_a_short_one() -> None:
+    """Totals, steps and lost groups are those of the whole journal."""
+    peaks = []
+    for steps in (120, 1_200):
+        again, sink = make()
+        tracemalloc.start()
+        try:
+            again.restore(Weeks(steps), checkpoint_step=steps - 1, held=())
+            peaks.append(tracemalloc.get_traced_memory()[1])
+        finally:
+            tracemalloc.stop()
+        assert again.groups_lost == (2 * steps - 2, 2 * steps - 1)
+        assert +again.trained_by_step == dict.fromkeys(range(steps - 1), 7)
+        assert again.counts.as_dict() == recount([*Weeks(steps), *sink.lines])
+    assert again.groups_started == 2 * steps
+    assert peaks[1] < peaks[0] + (64 << 10), f"bytes of 1,000 and of 10,000 trajectories: {peaks}"
 
 
 @given(st.dictionaries(st.sampled_from(["id", "cause", "t", "seq", "step"]), st.text() | st.integers() | FINITE))

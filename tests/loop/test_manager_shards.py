@@ -217,10 +217,12 @@ def test_an_episode_is_played_and_scored_in_a_shard() -> None:
         assert head.shard.said[-1] == (shard_messages.SCORE, ["t1", 4.0])
         original = a_trajectory()
         end = EpisodeEnd("t1", "scored", env_version="env 2", reward=0.5, scored_at=5.0, laid=lay_by_value(original))
-        head.shard.heard(end.message())
-        assert await scored == 0.5
-        kept = head.managers.finish(head.episode.trajectory(4.0, reward=0.5, scored_at=9.0))
+        head.shard.heard(replace(end, metrics=(("format", 1.0),)).message())
+        reward = await scored
+        assert reward == 0.5
+        kept = head.managers.finish(head.episode.trajectory(4.0, reward=reward, scored_at=9.0))
         assert (kept.turns, kept.reward, kept.scored_at) == (original.turns, 0.5, 5.0)
+        assert kept.metrics == (("format", 1.0),)
         assert not head.shard.kills
         await head.close()
 

@@ -52,7 +52,10 @@ def any_turn(draw: st.DrawFn, first: bool = False) -> Turn:
 def any_trajectory(draw: st.DrawFn) -> Trajectory:
     turns = [draw(any_turn(True)), *draw(st.lists(any_turn(), max_size=4))] if draw(st.booleans()) else []
     reward = draw(st.none() | st.floats(allow_nan=False))
-    return Trajectory("t1", "g1", "task", PROMPT, tuple(turns), reward, "1", 7, False, ("once",), 1.0, 2.0, 3.0)
+    metrics = (("format", 1.0), ("length", 0.5))
+    return Trajectory(
+        "t1", "g1", "task", PROMPT, tuple(turns), reward, "1", 7, False, ("once",), 1.0, 2.0, 3.0, metrics
+    )
 
 
 def a_trajectory(name: str = "t1", tokens: int = 8, reward: float | None = 1.0) -> Trajectory:

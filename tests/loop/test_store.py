@@ -61,6 +61,7 @@ def make_trajectory(number: int, version: int = 0, turns: int = 2, reward: float
         started_at=float(number),
         finished_at=number + 1.5,
         scored_at=number + 1.625,
+        metrics=(("format", 1.0), ("length", 0.5)) if number % 2 else (),
     )
 
 

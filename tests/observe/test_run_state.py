@@ -5,17 +5,21 @@ from __future__ import annotations
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
+from rich.console import Console
 
 from orchestrator.events import EventLog, MemorySink, read_events
 from orchestrator.observe.run_figures import INCIDENTS, POINTS, STAGES, Curve
 from orchestrator.observe.view import run_metrics
 from orchestrator.observe.view.folder_follower import Follower
+from orchestrator.observe.view.live_sample import Sampler, read_record
 from orchestrator.observe.view.run_state import RunState
+from orchestrator.observe.view.top import screen
 from tests.support import view_runs as runs
 
 ROOT = Path(__file__).parents[2]
@@ -74,6 +78,34 @@ def test_the_picture_of_a_long_run_with_many_trajectories_is_small(tmp_path: Pat
     assert len(shown["incidents"]) == INCIDENTS
     assert sum(map(len, shown["timeline"]["lanes"].values())) <= 3 * STAGES
     assert len(state.figures.incidents_total) <= 51
+
+
+def test_of_a_large_fleet_those_that_are_down_are_counted_and_shown_first(tmp_path: Path) -> None:
+    def worker(number: int) -> SimpleNamespace:
+        facts = {"alive": number < 100, "removed": False, "lent": False, "loading": False, "parked": False}
+        return SimpleNamespace(worker=SimpleNamespace(name=f"vllm-{number:03d}"), version=3, sent={}, **facts)
+
+    proxy = SimpleNamespace(states=[worker(number) for number in range(200)], tokens=0, version=3)
+    rollout = SimpleNamespace(proxy=proxy, episodes={}, in_flight=0, buffer=SimpleNamespace(scored=0))
+    ledger = SimpleNamespace(counts=SimpleNamespace(as_dict=dict))
+    sampler = Sampler(tmp_path, EventLog(MemorySink(), lambda: 1.0), print)
+    sampler.pipeline = SimpleNamespace(rollout=rollout, waiting_for="", parts=SimpleNamespace(ledger=ledger))  # type: ignore[assignment]
+    state = RunState(tmp_path)
+    state.take({"kind": "run_start", "t": 0, "mode": "async", "alpha": 1, "steps": 9, "name": "x", "simulated": False})
+    for number in range(200):  # as at the last weight update, when all were there
+        row = {"running": 1, "waiting": 0, "kv_used": 1, "kv_capacity": 9, "preemptions": 0, "tokens_per_s": 5.0}
+        state.take({"kind": "worker", "t": 0.5, "name": f"vllm-{number:03d}", "version": 3, **row})
+    state.figures.take_live(read_record(json.dumps(sampler.record()).encode()))
+    shown = state.shown()
+    assert (shown["workers_up"], shown["workers_known"]) == (100, 200)
+    assert [row["state"] for row in shown["workers"][:101]] == ["coming back"] * 100 + ["up"]
+    assert len(shown["workers"]) == 128
+    up = re.findall(r"run_worker_up\{worker=\S+ (\S+)", run_metrics.exposition(state).decode())
+    assert (len(up), up.count("0.0")) == (200, 100)
+    console = Console(width=120, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(screen(shown))
+    assert re.search(r"and 192 more\s+100 of 200 workers are up", capture.get())
 
 
 STEP: dict[str, Any] = {

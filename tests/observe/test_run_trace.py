@@ -20,6 +20,7 @@ from rich.console import Console
 
 from orchestrator.api import ConfigError, Prompt, Trajectory, Turn
 from orchestrator.cli import main
+from orchestrator.observe.view import folder_follower
 from orchestrator.observe.view import run_trace as tracing
 from orchestrator.observe.view.run_trace import write_trace
 from orchestrator.observe.view.top import screen
@@ -195,6 +196,23 @@ def test_top_shows_one_picture_and_ends(tmp_path: Path, capsys: pytest.CaptureFi
     assert json.loads(capsys.readouterr().out)["step"] == 40
 
 
+def test_while_a_long_log_is_first_read_top_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = runs.write_unfinished(tmp_path / "run-001")
+    assert main(["top", str(folder), "--json"]) == 0
+    whole = capsys.readouterr()
+    assert whole.err == ""
+    monkeypatch.setattr(folder_follower, "CHUNK", 4096)
+    assert main(["top", str(folder), "--json"]) == 0
+    said = capsys.readouterr()
+    assert re.fullmatch(r"(reading the log, \d+ %\n)+", said.err)
+    assert said.out == whole.out
+    half = "\n".join(drawn(json.loads(said.out) | {"reading": 43}, 100))
+    assert "reading the log" in half
+    assert "43 % of it is read" in half
+
+
 @pytest.mark.parametrize("width", [60, 100, 220])
 def test_top_fits_the_terminal_and_takes_nothing_for_markup(
     tmp_path: Path, width: int, capsys: pytest.CaptureFixture[str]
@@ -203,7 +221,8 @@ def test_top_fits_the_terminal_and_takes_nothing_for_markup(
     assert main(["top", str(folder), "--json"]) == 0
     now = json.loads(capsys.readouterr().out)
     now["reasons"][EVIL] = 3
-    now["workers"] = [dict(now["workers"][0], name=f"{EVIL}-{number}") for number in range(30)]
+    now["workers"] = [dict(now["workers"][1], name=f"{EVIL}-{number}") for number in range(30)]
+    now["workers_known"] = 30
     now["incidents"] = [{"kind": "fault", "t": 1.0, "what": EVIL, "detail": EVIL * 40}] * 40
     lines = drawn(now, width)
     assert max(map(len, lines)) <= width

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,12 +15,13 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from orchestrator.api import ConfigError, Prompt, RetryableError, RunError, Trajectory, TrajectoryError, Turn
+from orchestrator.api import ConfigError, Prompt, RetryableError, RunError, Score, Trajectory, TrajectoryError, Turn
 from orchestrator.config import load_config
-from orchestrator.envs import score_of
+from orchestrator.envs import Episode, reward_of_episode, score_of
 from orchestrator.events import EventLog, MemorySink
+from orchestrator.policies.training.learning_alarms import metric_means
 from orchestrator.rewards import function_client as client_module
-from orchestrator.rewards.reward_client import HttpReward
+from orchestrator.rewards.reward_client import HttpReward, not_kept
 from orchestrator.rewards.voting import MajorityVote
 from orchestrator.runtime import function_hosts
 from orchestrator.runtime.function_hosts import WAIT_SECONDS
@@ -94,6 +97,48 @@ def text(body: str, status: int = 200, **headers: str) -> web.Response:
 def test_a_number_is_the_reward() -> None:
     assert run(text('{"reward": 0.75, "more": 1}')) == (0.75, 1)
     assert run(text('{"reward": -2}')) == (-2.0, 1)
+
+
+def test_numbers_beside_the_reward_are_kept_with_the_trajectory_and_other_fields_are_not() -> None:
+    found, _ = run(text('{"reward": 0.5, "length": 12, "format": true, "outcome": "goal", "parts": {"a": 1}}'))
+    assert isinstance(found, Score)
+    assert found.metrics == (("format", 1.0), ("length", 12.0))
+    assert not_kept({"reward": 1, "outcome": "goal", "cases": [], "why": "x", "parts": {}}) == ["why", "parts"]
+
+    async def scored() -> Trajectory:
+        async with Server(text('{"reward": 0.5, "length": 12}')) as server:
+            client = HttpReward(server.url)
+            episode = Episode("t1", "g1", TRAJECTORY.prompt, 0.0, turns=list(TRAJECTORY.turns))
+            try:
+                return episode.trajectory(1.0, reward=await reward_of_episode(client, episode, 1.0, 5.0))
+            finally:
+                await client.close()
+
+    trajectory = asyncio.run(scored())
+    assert (trajectory.reward, trajectory.metrics) == (0.5, (("length", 12.0),))
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({f"m{number:02d}": number for number in range(33)}, "'m32': is one of 33 numbers"),
+        ({"x" * 101: 1}, "a metric's name has 1 to 100 printable"),
+        ({"a\n": 1}, "a metric's name"),
+        ({"big": 10**301}, "'big': a metric is a number of at most 1e+300"),
+    ],
+)
+def test_a_metric_that_cannot_be_kept_is_named(more: dict[str, int], said: str) -> None:
+    error, _ = run(text(json.dumps({"reward": 1.0, **more})))
+    assert isinstance(error, TrajectoryError)
+    assert error.cause == "reward_error"
+    assert said in error.detail
+
+
+def test_a_steps_metrics_are_the_means_of_those_that_have_them_and_bounded() -> None:
+    given = [(("a", 1.0),), (("a", 0.0), ("b", 4.0)), tuple((f"z{number:02d}", 1.0) for number in range(40))]
+    means = metric_means([replace(TRAJECTORY, metrics=metrics) for metrics in given])
+    assert list(means.items())[:3] == [("reward/a", 0.5), ("reward/b", 4.0), ("reward/z00", 1.0)]
+    assert len(means) == 32
 
 
 @pytest.mark.parametrize("failure", [None, text("", 500), text("", 503), text("", 429), text("", 408)])

@@ -33,7 +33,8 @@ if TYPE_CHECKING:  # who only reads the file needs no pipeline
 FILE = "live.json"
 SECONDS = 1.0  # between two samples
 TRAJECTORIES = 40  # that are listed one by one, those that began first
-WORKERS = 64  # that are listed
+WORKERS = 1024  # that are listed
+ASKED = 64  # of them are asked how they are
 REASONS = 16  # that are told apart
 TEXT = 120  # characters of a reason
 ANSWERS = 6  # of a worker that its means are over: ten seconds, without those in which weights are updated
@@ -151,7 +152,7 @@ class Sampler:
                 self._silent.add(name)  # shown; whether it is lost is the heartbeat's to say
 
         if pipeline.rollout.proxy.waiting_for != "weight update":
-            asked = [state for state in pipeline.rollout.proxy.states if state.usable and not state.loading][:WORKERS]
+            asked = [state for state in pipeline.rollout.proxy.states if state.usable and not state.loading][:ASKED]
             await asyncio.gather(*(one(state) for state in asked))
 
     async def _write(self) -> None:

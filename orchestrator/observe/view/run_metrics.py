@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from orchestrator.observe.curves import HEADLINES, QUANTITIES
 from orchestrator.observe.run_figures import LAG_BUCKETS, UPDATE_BUCKETS, EventFigures
-from orchestrator.observe.view.run_state import RunState
+from orchestrator.observe.view.run_state import RunState, is_up
 
 PREFIX = "rl_coserve:run_"
 
@@ -149,7 +149,7 @@ def _workers(rows: list[dict[str, Any]]) -> Iterator[Metric]:
     def each(field: str) -> list[tuple[tuple[str, ...], float]]:
         return [((str(row["name"]),), float(row[field])) for row in rows if row.get(field) is not None]
 
-    yield _family("worker_up", [((str(row["name"]),), float(row.get("state", "up") == "up")) for row in rows])
+    yield _family("worker_up", [((str(row["name"]),), float(is_up(row))) for row in rows])
     for name in ("requests", "running", "waiting", "version"):
         yield _family(f"worker_{name}", each(name))
     shares = [

@@ -16,6 +16,13 @@ from orchestrator.observe.event_records import ENDS, Stage
 from orchestrator.observe.report.timeline import LANES, STATES, clip, lanes_of
 from orchestrator.observe.run_figures import STAGES, EventFigures, number
 
+_WORKERS = 128  # that are drawn one by one
+
+
+def is_up(row: Mapping[str, Any]) -> bool:
+    """Whether a worker takes requests, as its row says."""
+    return bool(row.get("state", "up") == "up")
+
 
 class RunState:
     """Of one run; see the module."""
@@ -44,7 +51,8 @@ class RunState:
     def shown(self) -> dict[str, Any]:
         """All that a view draws, as JSON without NaN."""
         figures, live, pool = self.figures, self.figures.live, self.figures.pool
-        start = figures.start
+        start, workers = figures.start, self.rows()
+        workers.sort(key=is_up)
         return {
             "run": {
                 **{name: getattr(figures, name) for name in ("name", "mode", "alpha", "kind", "status")},
@@ -63,7 +71,9 @@ class RunState:
             **{name: int(live.get(name, 0)) for name in ("in_flight", "buffered", "queue")},
             "reasons": dict(live.get("reasons") or {}),
             "trajectories": list(live.get("trajectories") or []),
-            "workers": self.rows(),
+            "workers": workers[:_WORKERS],
+            "workers_up": sum(map(is_up, workers)),
+            "workers_known": len(workers),
             "pool": {name: getattr(pool, name) for name in ("size", "busy", "ready", "waiting")} if pool else {},
             "timeline": self._timeline(live),
             "curves": [

@@ -33,7 +33,9 @@ def screen(now: Mapping[str, Any]) -> RenderableType:
     now = _printable(now)
     parts: list[RenderableType] = [_head(now), _said(now), Text("")]
     parts += [_numbers(now), Text(""), _timeline(now["timeline"])]
-    parts += [Text(""), _reasons(now), Text(""), _workers(now["workers"])]
+    parts += [Text(""), _reasons(now), Text(""), _workers(now["workers"], now["workers_known"])]
+    if now["workers_up"] < now["workers_known"]:
+        parts.append(Text(f"{now['workers_up']:,} of {now['workers_known']:,} workers are up", "yellow"))
     if beside := [row for row in now["workers"] if "budget" in row]:
         parts += [Text(""), _beside(beside)]
     if now["incidents"]:
@@ -53,6 +55,7 @@ def _printable(value: Any) -> Any:
 def _head(now: Mapping[str, Any]) -> Text:
     run = now["run"]
     status = "running" if run["status"] == "unfinished" else run["status"]
+    status = "reading the log" if "reading" in now else status
     style = {"running": "green", "completed": "green", "failed": "bold red"}.get(status, "yellow")
     words = Text.assemble((run["name"], "bold"), "  ", (status, style))
     words.append(f"  {run['mode']}, alpha {run['alpha']}, {run['kind']}\n", "dim")
@@ -61,6 +64,8 @@ def _head(now: Mapping[str, Any]) -> Text:
 
 def _said(now: Mapping[str, Any]) -> Text:
     run = now["run"]
+    if "reading" in now:
+        return Text(f"{now['reading']} % of it is read; the figures are of what has been read", "yellow")
     if run["status"] != "unfinished":
         return Text(run["reason"].splitlines()[0] if run["reason"] else "", "dim")
     if now.get("silent"):
@@ -123,7 +128,7 @@ def _reasons(now: Mapping[str, Any]) -> Table:
     return rows
 
 
-def _workers(found: Sequence[Mapping[str, Any]]) -> Table:
+def _workers(found: Sequence[Mapping[str, Any]], known: int) -> Table:
     rows = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     rows.add_column("worker")
     rows.add_column("state")
@@ -137,8 +142,8 @@ def _workers(found: Sequence[Mapping[str, Any]]) -> Table:
         if row.keys() >= {"running_mean", "kv_mean"}:  # of its steps: between two, when it answers, often nothing runs
             share, cells[1] = f"{100 * row['kv_mean']:.0f} %", f"{row['running_mean']:.1f}"
         rows.add_row(Text(str(row["name"])), Text(state, "" if state in ("up", "-") else "yellow"), share, *cells)
-    if len(found) > _ROWS:
-        rows.add_row(Text(f"and {len(found) - _ROWS} more", "dim"))
+    if known > _ROWS:
+        rows.add_row(Text(f"and {known - _ROWS} more", "dim"))
     return rows
 
 

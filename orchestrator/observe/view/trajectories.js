@@ -47,6 +47,7 @@ function drawOne(shown) {
   const line = shown.line, versions = [...new Set(shown.turns.flatMap((turn) => turn.action.map((span) => span.version)))].sort((a, b) => a - b);
   const colours = new Map(versions.map((version, place) => [version, SAID[place % SAID.length]]));
   const facts = [line.task, `step ${count(line.step)}`, `reward ${reward(line.total_reward)}`,
+    ...Object.entries(shown.metrics).map(([name, value]) => `${name} ${brief(value)}`),
     `${count(line.generated_tokens)} of ${count(line.total_tokens)} tokens said`, seconds(line.wall_time)];
   if (line.truncated) facts.push("truncated");
   if (shown.gap !== null) facts.push(`log-prob gap of the batch ${brief(shown.gap)}`);

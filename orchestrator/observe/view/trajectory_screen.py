@@ -59,6 +59,7 @@ def trajectory_screen(shown: ShownTrajectory, missing: str) -> RenderableType:
         f"{line['generated_tokens']:,} of {line['total_tokens']:,} tokens said",
         duration(line["wall_time"]),
     ]
+    facts[3:3] = [f"{printable(name)} {significant(value)}" for name, value in shown.metrics.items()]
     if line["truncated"]:
         facts.append("truncated: a limit ended it")
     if shown.gap is not None:

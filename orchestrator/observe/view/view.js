@@ -90,6 +90,8 @@ function underWay(now) {
   const none = now.run.status === "unfinished" ? "None is in flight." : "The run has ended.";
   put("reasons", reasons.length ? bars(reasons, "c1") : empty(none));
   const lent = now.workers.some((row) => row.handed_back !== undefined);  // by servers of serving GPUs
+  document.getElementById("workers-title").textContent = now.workers_up < now.workers_known
+    ? `Workers (${count(now.workers_up)} of ${count(now.workers_known)} up)` : "Workers";
   put("workers", now.workers.length
     ? table("Workers", ["Worker", "State", "KV now · mean", "Requests", "Running now · mean", "Waiting", "Version", "Tokens/s", ...(lent ? ["Handed back"] : [])],
       now.workers.map((row) => [row.name, row.state || "–", kv(row), whole(row.requests), running(row), whole(row.waiting), whole(row.version),

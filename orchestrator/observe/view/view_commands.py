@@ -7,7 +7,7 @@ import asyncio
 import json
 import shlex
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -149,17 +149,32 @@ def _top(arguments: argparse.Namespace, find: FindRun) -> int:
     from orchestrator.observe.view.top import screen
     from orchestrator.observe.view.view_server import Hub
 
-    hub = Hub(find(arguments.name))
-    asyncio.run(hub.look())
-    if arguments.json:
-        print(hub.picture.decode())
-        return 0
+    class Pictures(Hub):
+        """Each picture is shown at once, those of half a log included."""
+
+        show = staticmethod(_say_percent)
+
+        async def draw(self, shown: Mapping[str, Any]) -> None:
+            await super().draw(shown)
+            self.show(shown)
+
+    hub = Pictures(find(arguments.name))
     console = Console(soft_wrap=False)
-    if arguments.once or not sys.stdout.isatty():
-        console.print(screen(json.loads(hub.picture)))
+    if arguments.once or arguments.json or not sys.stdout.isatty():
+        asyncio.run(hub.look())
+        if arguments.json:
+            print(hub.picture.decode())
+        else:
+            console.print(screen(json.loads(hub.picture)))
         return 0
     asyncio.run(_follow(hub, console))
     return 0
+
+
+def _say_percent(shown: Mapping[str, Any]) -> None:
+    """A script reads only the picture."""
+    if "reading" in shown:
+        print(f"reading the log, {shown['reading']} %", file=sys.stderr, flush=True)
 
 
 async def _follow(hub: Any, console: Any) -> None:
@@ -169,13 +184,13 @@ async def _follow(hub: Any, console: Any) -> None:
     from orchestrator.observe.view.top import screen
     from orchestrator.observe.view.view_server import LOOK_SECONDS
 
-    with Live(screen(json.loads(hub.picture)), console=console, auto_refresh=False, screen=True) as live:
+    with Live("reading the log", console=console, auto_refresh=False, screen=True) as live:
+        live.refresh()
+        hub.show = lambda shown: live.update(screen(shown), refresh=True)
+        await hub.look()
         while not hub.state.figures.over:
             await asyncio.sleep(LOOK_SECONDS)
-            number = hub.number
             await hub.look()
-            if hub.number != number:
-                live.update(screen(json.loads(hub.picture)), refresh=True)
     console.print(screen(json.loads(hub.picture)))
 
 

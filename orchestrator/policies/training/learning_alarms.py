@@ -29,6 +29,7 @@ ZEROS = 10  # steps one after the other without any gradient
 SIGNAL = 20  # steps that the groups with a signal are counted over
 REPEATED = 0.2  # share of prompts asked before from which on they are the reason
 _REMEMBERED = 250_000  # prompts
+_METRICS = 32  # of reward functions, in a step
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,17 @@ def answer_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
         "response_tokens_max": float(lengths[-1]),
         "truncated_share": round(sum(trajectory.truncated for trajectory in trajectories) / len(trajectories), 6),
     }
+
+
+def metric_means(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """What reward functions gave beside the reward, the mean of those that have it, as ``reward/NAME``: the names that most have,
+    of more than 32."""
+    given: dict[str, list[float]] = {}
+    for trajectory in trajectories:
+        for name, value in trajectory.metrics:
+            given.setdefault(name, []).append(value)
+    most = sorted(given, key=lambda name: (-len(given[name]), name))[:_METRICS]
+    return {f"reward/{name}": float(f"{sum(given[name]) / len(given[name]):.6g}") for name in most}
 
 
 class PromptRepeats:
