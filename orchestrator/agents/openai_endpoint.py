@@ -49,7 +49,7 @@ from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefu
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Throttled
 
 LIMITS = LISTENERS["agent endpoint"]
-OF_ONE_AGENT = 32  # connections at the socket of a sandbox
+OF_ONE_AGENT = 32  # connections at the socket of a sandbox, at least
 READ_HERE = 1 << 17  # bytes of a body that take some milliseconds at most; a larger one is read by another process
 READ_SECONDS = 10.0  # that may take
 _WRITTEN = 1 << 13  # characters of an answer, at least
@@ -120,7 +120,8 @@ class AgentGateway:
         server: asyncio.Server | None = None
         try:
             try:
-                server = await listener.listen(self._runner.server, path=door.socket, most=OF_ONE_AGENT)
+                most = most_connections(session.bounds.concurrent)
+                server = await listener.listen(self._runner.server, path=door.socket, most=most)
             except OSError as error:
                 raise RetryableError(f"the endpoint of the agents cannot be opened: {error}") from error
             self._doors[name] = door
@@ -217,6 +218,9 @@ class AgentGateway:
                 return await self._written(request, parts, "text/event-stream")
             parts = jsontext.pieces((chat_body if chat else plain_body)(*told))
             return await self._written(request, parts, "application/json; charset=utf-8")
+        except ApiError as error:
+            session.note_refusal(error)
+            raise
         except (asyncio.CancelledError, ConnectionError):
             session.conversation.withdraw(answers)
             raise
@@ -257,6 +261,11 @@ class AgentGateway:
         except (FunctionError, Throttled, OSError) as error:
             raise ApiError(503, f"the body could not be read: {error}"[:300], kind="server_error") from error
         return read_by_another(found)
+
+
+def most_connections(concurrent: int) -> int:
+    """At the socket of a sandbox whose agent may have so many requests open."""
+    return max(OF_ONE_AGENT, 2 * concurrent)
 
 
 def _events(chunks: list[dict[str, Any]]) -> Iterator[str]:

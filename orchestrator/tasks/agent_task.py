@@ -21,7 +21,7 @@ from pathlib import Path
 from orchestrator.agents.agent_program import AgentProgram, read_files
 from orchestrator.agents.agent_session import AgentBounds
 from orchestrator.agents.chat_template import ChatFormat, ModelChat, VocabularyChat
-from orchestrator.agents.openai_endpoint import AgentGateway
+from orchestrator.agents.openai_endpoint import AgentGateway, most_connections
 from orchestrator.api import ConfigError, Environment, Prompt
 from orchestrator.config.agent_keys import AgentSection
 from orchestrator.sandbox import Sandbox, SandboxLimits
@@ -72,7 +72,10 @@ class AgentTask:
             settings.tool_calls,
         )
         limits = SandboxLimits(
-            cpu_seconds=settings.cpu_seconds, memory_bytes=settings.memory_mb << 20, processes=settings.processes
+            cpu_seconds=settings.cpu_seconds,
+            memory_bytes=settings.memory_mb << 20,
+            processes=settings.processes,
+            open_files=64 + 2 * most_connections(settings.concurrent),  # two of a connection in what passes it on
         )
         self.program = AgentProgram(
             settings.command,

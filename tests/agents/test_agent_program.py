@@ -9,11 +9,13 @@ import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator.agents import agent_session
 from orchestrator.agents.agent_manager import AgentManager, OutcomeReward
 from orchestrator.agents.chat_template import VocabularyChat
 from orchestrator.agents.manager_choice import manager_of, outcome_scores
@@ -168,6 +170,50 @@ def test_an_engine_that_was_too_slow_is_no_reward_of_0(tmp_path: Path, rest: str
     reward = "output" if rest.startswith("print") else "exit"
     episode = asyncio.run(play(task_of(tmp_path, source, reward=reward, request_seconds=0.2), SlowOnce()))
     assert (episode.turns[-1].reward if isinstance(end, float) else episode.waiting_for) == end
+
+
+def test_a_start_state_too_long_for_a_variable_is_on_standard_input(tmp_path: Path) -> None:
+    source = "state = sys.stdin.read(); assert 'AGENT_PROMPT' not in os.environ; ask('x'); print(len(state))"
+    task = task_of(tmp_path, source)
+    (tmp_path / "prompts.txt").write_text("".join(f"{number:03} {'x' * (1 << 17)}\n" for number in range(20)))
+    long = AgentTask(2, AgentSection(command=("python3",), prompts=str(tmp_path / "prompts.txt")))
+    long.program = task.program
+    episode = asyncio.run(play(long, EchoProxy()))
+    assert (episode.waiting_for, episode.turns[-1].reward) == ("the agent", (1 << 17) + 4)
+
+
+def test_a_program_asks_for_as_much_at_once_as_its_settings_allow_from_threads_too(tmp_path: Path) -> None:
+    source = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(40) as pool: print(len(list(pool.map(ask, map(str, range(40))))))
+"""
+
+    class AllAtOnce(EchoProxy):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            completion = await super().generate(request)
+            while self.requests < 40:
+                await asyncio.sleep(0.01)
+            return completion
+
+    task = task_of(tmp_path, source, concurrent=40, max_turns=40)
+    task.program = replace(
+        task.program, limits=replace(task.program.limits, memory_bytes=AgentSection().memory_mb << 20)
+    )
+    episode = asyncio.run(play(task, AllAtOnce()))
+    assert (episode.waiting_for, episode.turns[-1].reward, len(episode.turns)) == ("the agent", 40.0, 40)
+
+
+def test_a_program_that_asks_on_whatever_it_is_told_ends_before_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_session, "MOST_REFUSALS", 30)
+    source = """
+while True:
+    try: ask('x')
+    except Exception: pass
+"""
+    episode = asyncio.run(play(task_of(tmp_path, source, max_turns=2), EchoProxy()))
+    assert (episode.waiting_for, len(episode.turns)) == ("agent_limit", 2)
 
 
 def test_a_program_reaches_nothing_but_the_endpoint(tmp_path: Path) -> None:
