@@ -19,7 +19,6 @@ from orchestrator.api import ConfigError, CoserveError, RetryableError, Task, Tr
 from orchestrator.api.ports import DemonstratingTask
 from orchestrator.borrowing import discovery, served_workers
 from orchestrator.config import Config
-from orchestrator.config.user_functions import named_function
 from orchestrator.environments.environment_wire import error_text, observation_of, step_of, version_of
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
@@ -30,6 +29,7 @@ from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.sandbox import Sandbox
+from orchestrator.settings.user_functions import named_function
 from orchestrator.tasks import registry
 from orchestrator.tasks.chat_task import ChatTask
 from orchestrator.tasks.dataset import DatasetTask

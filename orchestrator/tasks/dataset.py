@@ -29,7 +29,7 @@ from typing import Any
 from orchestrator.agents.chat_template import ChatFormat, Message, ModelChat, TemplateRefused, VocabularyChat
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, StepResult
 from orchestrator.config.data_keys import DataSection
-from orchestrator.config.user_functions import load_named
+from orchestrator.settings.user_functions import load_named
 from orchestrator.tasks import splits
 from orchestrator.tasks.data_files import BadRow, DataRow, read_rows
 
