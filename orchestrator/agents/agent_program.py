@@ -29,7 +29,7 @@ _VARIABLE = (128 << 10) - len("AGENT_PROMPT=") - 1  # bytes that Linux takes as 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
     """``command`` runs in a working folder with ``files`` (name -> content), which it can read. The start state is on its
-    standard input, and in the environment variable AGENT_PROMPT where it fits. ``reward``: "output" or "exit"."""
+    standard input, and in the environment variable AGENT_PROMPT where it fits. ``reward``: "output", "exit" or "elsewhere"."""
 
     command: tuple[str, ...]
     files: Mapping[str, bytes]
@@ -63,7 +63,8 @@ class AgentProgram:
 
 def reward_of(program: AgentProgram, outcome: SandboxOutcome) -> float:
     """``output``: the last line of what it printed is the reward, a number, and it ended with exit code 0. ``exit``: 1 for exit
-    code 0, 0 for ``zero_exit``. Raises TrajectoryError for anything else."""
+    code 0, 0 for ``zero_exit``. ``elsewhere``: 0 for exit code 0; who scores it says the reward. Raises TrajectoryError for
+    anything else."""
     told = outcome.stderr.decode(errors="replace").strip()[-400:]
     if outcome.limit == "wall":
         raise TrajectoryError("trajectory_timeout", f"the agent ran for over {outcome.seconds:.0f} s")
@@ -73,6 +74,8 @@ def reward_of(program: AgentProgram, outcome: SandboxOutcome) -> float:
         return float(outcome.exit_code == 0)
     if outcome.exit_code != 0:
         raise TrajectoryError("agent_error", f"the agent ended with exit code {outcome.exit_code}: {told}")
+    if program.reward == "elsewhere":
+        return 0.0
     lines = outcome.stdout.decode(errors="replace").strip().splitlines()
     try:
         reward = float(lines[-1]) if lines else math.nan

@@ -26,11 +26,13 @@ from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
+from orchestrator.runtime.agent_trial import try_agent
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.sandbox import Sandbox
 from orchestrator.settings.user_functions import named_function
 from orchestrator.tasks import registry
+from orchestrator.tasks.agent_task import AgentTask
 from orchestrator.tasks.chat_task import ChatTask
 from orchestrator.tasks.dataset import DatasetTask
 from orchestrator.tasks.game_memory import MemoryTask
@@ -57,6 +59,8 @@ def make_task(config: Config) -> Task:
             return registry.make(config.task.name, config.task.heldout_maps, speak=speak, **options)
         return speak(registry.make(config.task.name, config.task.heldout_maps, **options))
     task = registry.make(config.task.name, config.task.heldout_maps, **options)
+    if isinstance(task, AgentTask) and not outcome_scores(config.reward, task):
+        task.scored_elsewhere()
     if not memory.turns:
         return task
     embed = named_function("task.memory.embed", memory.embed) if memory.embed else None
@@ -84,6 +88,7 @@ def check(config: Config, task: Task) -> list[str]:
         partial(_function, config, task, notes := list[str]()),
         *(partial(one, config, task) for one in (_task, _one_turn, _environments, _lengths, _predictor)),
         lambda: [setup_of(config.context, part) for part in (task, *parts_of(task).values())],
+        lambda: notes.extend(try_agent(config, task)),
     ]
     last = partial(discovery.check, config, task)
     if found := _found([*_of_versions(config), *of_task, *_of_run(config, unplanned), last]):

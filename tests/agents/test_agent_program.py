@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,10 @@ from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import WorkerLimits
+from orchestrator.rewards.reward_client import reward_event
+from orchestrator.runtime.agent_trial import try_agent
 from orchestrator.runtime.preflight import make_task
+from orchestrator.tasks import splits
 from orchestrator.tasks.agent_task import AgentTask
 from orchestrator.transfer import Publisher, RelayEndpoint
 
@@ -336,6 +340,59 @@ def test_the_example_is_played_by_agents_and_scored_by_their_end(monkeypatch: py
     named = load_config(ROOT / "examples/agents.toml", ["reward.url=http://127.0.0.1:1"])
     assert not outcome_scores(named.reward, task)
     assert manager_of(make_task(load_config(None))) is EnvManager
+
+
+def test_a_function_that_scores_reads_what_was_said_and_needs_nothing_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_of(tmp_path, "ask('xyz')")
+    monkeypatch.chdir(tmp_path)
+    agent = ["task.name=agent", 'task.agent.command=["python3", "agent.py"]', 'task.agent.files=["agent.py"]']
+    named = [*agent, "task.agent.prompts=prompts.txt", "task.heldout_maps=2", "evaluation.prompts=2"]
+    task = make_task(load_config(None, [*named, "reward.function=mine:score"]))
+    assert isinstance(task, AgentTask)
+    episode = asyncio.run(play(task, EchoProxy()))
+    assert episode.waiting_for == "the agent"
+    assert reward_event(episode.trajectory(0.0), None, task.said)["texts"] == ["z"]
+    printed = make_task(load_config(None, named))
+    assert isinstance(printed, AgentTask)
+    assert asyncio.run(play(printed, EchoProxy())).waiting_for == "agent_output"
+
+
+@pytest.mark.parametrize(
+    ("source", "refused", "note"),
+    [
+        ("import no_such_module", "No module named 'no_such_module'", ""),
+        ("print(1.0)", "agent_silent", ""),
+        ("json.loads(ask('x'))", "", "agent_error: the agent ended with exit code 1"),
+        ("print(len(ask('x')))", "", ""),
+    ],
+)
+def test_a_program_is_tried_before_a_run_with_a_word_for_an_answer(
+    tmp_path: Path, source: str, refused: str, note: str
+) -> None:
+    task, config = task_of(tmp_path, source), load_config(None)
+    if refused:
+        with pytest.raises(ConfigError, match=rf"task\.agent\.command(.|\n)*{refused}"):
+            try_agent(config, task)
+        return
+    notes = try_agent(config, task)
+    assert len(notes) == bool(note)
+    assert note in "".join(notes)
+    assert asyncio.run(play(task, EchoProxy())).turns, "it belongs to no event loop that is over"
+
+
+def test_every_line_is_asked_before_any_comes_again(tmp_path: Path) -> None:
+    task = task_of(tmp_path, "")
+    lines = [prompt.payload for prompt in islice(task.prompts("train", 3), 2 * task.epoch_prompts)]
+    first, second = lines[: task.epoch_prompts], lines[task.epoch_prompts :]
+    held = {prompt.payload for prompt in task.prompts("heldout", 0)}
+    assert sorted(first) == sorted(second) == sorted(set(first))
+    assert first != second
+    assert not held & set(first)
+    assert all(
+        splits.is_heldout(splits.key_of(f"state {number}")) != (f"state {number}" in first) for number in range(60)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- a real engine
