@@ -229,7 +229,7 @@ def _trainer(config: Config) -> None:
     sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel * trainer.expert_parallel
     asked = (
         *(trainer.megatron, trainer.arguments, trainer.routing_replay, sizes > 1),
-        *(trainer.loss_function, trainer.reference_path),
+        *(trainer.loss_function, trainer.advantage, trainer.reference_path),
     )
     if any(asked):  # what one rank of the defaults does is known
         named_function("trainer.megatron", _TRAINER)(config.model.path, trainer, config.model.dtype)

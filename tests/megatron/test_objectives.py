@@ -348,7 +348,8 @@ def test_the_loss_of_the_page_is_trained_by_the_config_of_the_page(
 ) -> None:
     page = "docs/megatron.md"
     config = tomllib.loads(page_block(page, "my_losses:clipped", "toml"))
-    (tmp_path / "my_losses.py").write_text(page_block(page, "def clipped("))
+    config["trainer"] |= tomllib.loads(page_block(page, "my_losses:centred", "toml"))["trainer"]
+    (tmp_path / "my_losses.py").write_text(page_block(page, "def clipped(") + page_block(page, "def centred("))
     monkeypatch.syspath_prepend(str(tmp_path))
     for stream in (False, True):
         trainer = make_trainer(folder, **config["trainer"], stream=stream, micro_batch_size=4)
