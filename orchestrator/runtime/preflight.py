@@ -26,13 +26,13 @@ from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
-from orchestrator.runtime.agent_trial import try_agent
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.sandbox import Sandbox
 from orchestrator.settings.user_functions import named_function
 from orchestrator.tasks import registry
 from orchestrator.tasks.agent_task import AgentTask
+from orchestrator.tasks.agent_trial import try_agent
 from orchestrator.tasks.chat_task import ChatTask
 from orchestrator.tasks.dataset import DatasetTask
 from orchestrator.tasks.game_memory import MemoryTask

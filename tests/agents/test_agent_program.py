@@ -28,10 +28,10 @@ from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.rewards.reward_client import reward_event
-from orchestrator.runtime.agent_trial import try_agent
 from orchestrator.runtime.preflight import make_task
 from orchestrator.tasks import splits
 from orchestrator.tasks.agent_task import AgentTask
+from orchestrator.tasks.agent_trial import try_agent
 from orchestrator.transfer import Publisher, RelayEndpoint
 
 ROOT = Path(__file__).parents[2]
