@@ -156,7 +156,7 @@ def _lines(name: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         fix = f"cannot be read: {error}; paths are relative to the folder in which the run is started"
         raise ConfigError(field, name, fix) from error
-    states = tuple(dict.fromkeys(line for line in text.splitlines() if line.strip()))
+    states = tuple(dict.fromkeys(line for line in text.split("\n") if line.strip()))  # reading took the "\r" away
     if not states:
         raise ConfigError(field, name, "is empty: write one start state per line")
     return states

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import runpy
 import shutil
@@ -380,6 +381,13 @@ def test_a_program_is_tried_before_a_run_with_a_word_for_an_answer(
     assert len(notes) == bool(note)
     assert note in "".join(notes)
     assert asyncio.run(play(task, EchoProxy())).turns, "it belongs to no event loop that is over"
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    lines = [json.dumps({"q": f"{number} \u2028 \x85 \x0c"}, ensure_ascii=False) for number in range(30)]
+    (tmp_path / "prompts.txt").write_bytes("\r\n".join(lines).encode())
+    task = AgentTask(1, AgentSection(command=("true",), prompts=str(tmp_path / "prompts.txt")))
+    assert {prompt.payload for prompt in islice(task.prompts("train", 0), task.epoch_prompts)} < set(lines)
 
 
 def test_every_line_is_asked_before_any_comes_again(tmp_path: Path) -> None:
