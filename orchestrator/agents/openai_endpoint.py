@@ -228,18 +228,21 @@ class AgentGateway:
             door.handlers.discard(this)
 
     async def _written(self, request: web.Request, text: Iterator[str], kind: str) -> web.StreamResponse:
-        """Made as it is written, a part at a time, of all agents' answers in turn: with log-probs one may have 40 MB."""
+        """Made as it is written, a part at a time, of all agents' answers in turn: with log-probs one may have 40 MB. The last
+        part and the end are one: who reads a stream hangs up at its last line, and has heard it."""
         response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
         await response.prepare(request)
-        parts = _gathered(text)
+        parts, last = _gathered(text), b""
         while True:
             async with self._writing:
                 part = next(parts, None)
                 await asyncio.sleep(0)
             if part is None:
                 break
-            await response.write(part)
-        await response.write_eof()
+            if last:
+                await response.write(last)
+            last = part
+        await response.write_eof(last)
         return response
 
     async def _body(self, request: web.Request) -> bytes:
@@ -285,7 +288,8 @@ def _gathered(text: Iterator[str]) -> Iterator[bytes]:
         if size >= _WRITTEN:
             yield "".join(held).encode()
             held, size = [], 0
-    yield "".join(held).encode()
+    if held:
+        yield "".join(held).encode()
 
 
 @web.middleware
@@ -300,6 +304,8 @@ async def _in_their_form(
         with contextlib.suppress(ConnectionError):
             return web.json_response(error.body, status=error.status, headers=headers)
         raise
+    except ConnectionError:  # the client has gone; raised, it would be logged as a fault of ours
+        return web.Response(status=499)
     except web.HTTPException as error:
         told = ApiError(error.status, f"{request.method} {request.path[-MAX_NAME:]}: {error.reason}; {SERVED}")
         return web.json_response(told.body, status=error.status)
