@@ -16,7 +16,6 @@ from statistics import fmean
 from typing import Any, cast
 
 from orchestrator.api import ConfigError, Prompt, RunError, Task, Trajectory, WorkerStats
-from orchestrator.config.user_functions import named_function
 from orchestrator.envs import Episode, next_prompt
 from orchestrator.events import EventLog
 from orchestrator.policies.batching.round_planner import (
@@ -34,6 +33,7 @@ from orchestrator.policies.prediction.prompt_lengths import (
     LongPrompts,
     PromptLengthPredictor,
 )
+from orchestrator.settings.user_functions import named_function
 
 HISTORY = "history"
 PROGRESSIVE = "progressive"  # the run's own forecasts: `rollout.prediction`

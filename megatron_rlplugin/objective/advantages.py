@@ -25,6 +25,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from megatron_rlplugin.objective.user_advantage import own_advantages
 from orchestrator.api import RunError
 from orchestrator.policies.training.objective_table import OBJECTIVES, whitens_advantages
 from orchestrator.settings.trainer_settings import TrainerSettings
@@ -147,7 +148,8 @@ def whiten_advantages(arrays: Sequence[Floats], kept: Sequence[NDArray[np.bool_]
 def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettings) -> AdvantageEstimate:
     """The advantages of ``settings.objective``.
 
-    grpo, dapo, gspo, rloo: one number a trajectory, from its group, which must be complete; other groups do not matter.
+    grpo, dapo, gspo, rloo: one number a trajectory, from its group, which must be complete; other groups do not matter. With
+    ``settings.advantage`` that function's.
     ppo, reinforce++: one number a token; where ``whitens(settings)``, from the whole batch, else from the trajectory
     alone. distillation: 0. Raises RunError when a trajectory lacks the KL or the values that the objective needs.
     """
@@ -155,7 +157,10 @@ def advantages_of(outcomes: Sequence[TrajectoryOutcome], settings: TrainerSettin
     if kind in ("group", "leave-one-out"):
         rewards, groups = [outcome.reward for outcome in outcomes], [outcome.group_id for outcome in outcomes]
         names = [outcome.member for outcome in outcomes]
-        if kind == "leave-one-out":
+        if settings.advantage:
+            tokens = [int(outcome.kept_T.sum()) for outcome in outcomes]
+            scalars = own_advantages(settings.advantage, rewards, tokens, groups, names)
+        elif kind == "leave-one-out":
             scalars = leave_one_out(rewards, groups, names)
         else:
             scalars = group_advantages(rewards, groups, names, normalize=settings.normalize_advantage)

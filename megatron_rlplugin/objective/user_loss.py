@@ -4,16 +4,17 @@ The function gets (log-probs of the policy's tokens ``[T]``, :class:`~megatron_r
 :class:`~megatron_rlplugin.objective.policy_loss.Coefficients`) and returns (the loss of each token ``[T]``, a dictionary of what
 is reported: name -> a number for each token, of which the step reports the mean). Advantages are those of ``trainer.objective``,
 and so are weights and denominators; KL and entropy bonus are added to what it returns. Tokens of a micro-batch are those of whole
-trajectories (``tokens.segments_T`` says whose each is). Tensor-parallel ranks each call it, with the same numbers.
+trajectories (``tokens.segments_T`` says whose each is); ``tokens.old_T`` is always there, with one mini-batch the log-probs
+themselves, ``tokens.reference_T`` where the settings need a reference. Tensor-parallel ranks each call it, with the same numbers.
 
 Guarantees: before anything starts it is called with made-up tokens; what is not of the contract is one ConfigError that names
 the function, and so is, with a stream, a loss of one trajectory that depends on the others in its micro-batch: which these are is
-known only when they have arrived. Of finite log-probs it must make finite losses, in every step: else RunError.
+known only when they have arrived. Of finite log-probs it must make finite losses, in every step: else RunError, as where it
+raises.
 """
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from typing import Any
@@ -24,6 +25,7 @@ from torch import Tensor
 from megatron_rlplugin.objective.policy_loss import Coefficients, TokenLossFunction, Tokens, Totals, objective_loss
 from orchestrator.api import ConfigError, RunError
 from orchestrator.settings.trainer_settings import TrainerSettings
+from orchestrator.settings.user_functions import load_named
 
 FIELD = "trainer.loss"
 _COUNTS = (3, 2)  # tokens of the trajectories that it is tried with
@@ -34,21 +36,23 @@ class UserLoss:
 
     def __init__(self, settings: TrainerSettings) -> None:
         self.target = settings.loss_function
-        module, _, name = self.target.partition(":")
-        try:
-            self._function: Any = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError) as error:
-            raise ConfigError(FIELD, self.target, f"cannot be imported ({error}); write module:function") from error
+        self._function: Any = load_named(FIELD, self.target, "function", "; write module:function")
         if not callable(self._function):
             raise ConfigError(FIELD, self.target, "is not a function; write module:function")
         self.metrics: tuple[str, ...] = ()
-        self._try(Coefficients.from_settings(settings), streamed=settings.stream)
+        self._try(settings, Coefficients.from_settings(settings))
 
     def __call__(
         self, logp_T: Tensor, tokens: Tokens, coefficients: Coefficients
     ) -> tuple[Tensor, Mapping[str, Tensor]]:
         """See :data:`~megatron_rlplugin.objective.policy_loss.TokenLossFunction`. Raises RunError."""
-        loss_T, said = self._function(logp_T, tokens, coefficients)
+        known = tokens if tokens.old_T is not None else replace(tokens, old_T=logp_T.detach())
+        try:
+            loss_T, said = self._function(logp_T, known, coefficients)
+        except torch.OutOfMemoryError:  # of the device's memory, which others fill too
+            raise
+        except Exception as error:  # whatever a user's function raises, it is named
+            raise RunError(f"{FIELD} = {self.target!r}: raised {type(error).__name__}: {error}") from error
         if wrong := _mistake(logp_T, loss_T, said) or (
             "" if tuple(sorted(said)) == self.metrics else "reports other names"
         ):
@@ -61,12 +65,17 @@ class UserLoss:
         sums = totals.own or (0.0,) * len(names)
         return {f"loss_{name}": value / max(totals.tokens, 1.0) for name, value in zip(names, sums, strict=True)}
 
-    def _try(self, coefficients: Coefficients, *, streamed: bool) -> None:
+    def _try(self, settings: TrainerSettings, coefficients: Coefficients) -> None:
         tokens, logp_T = _made_up()
+        if not settings.needs_reference:  # as in the run
+            tokens = replace(tokens, reference_T=None)
         try:
             answer = self._function(logp_T, tokens, coefficients)
         except Exception as error:  # whatever a user's function raises, it is the config's mistake
-            raise self._refused(f"raised {type(error).__name__}: {error}") from error
+            why = f"raised {type(error).__name__}: {error}"
+            if tokens.reference_T is None and "None" in why:
+                why += "; tokens.reference_T is None unless trainer.kl_coefficient is above 0"
+            raise self._refused(why) from error
         if not (isinstance(answer, tuple) and len(answer) == 2 and isinstance(answer[1], Mapping)):
             raise self._refused("must return (the loss of each token, a dictionary of what is reported)")
         loss_T, said = answer
@@ -79,7 +88,7 @@ class UserLoss:
             self._function(logp_T[part], _part(tokens, part), coefficients)[0]
             for part in (slice(0, _COUNTS[0]), slice(_COUNTS[0], None))
         ]
-        if streamed and not torch.allclose(torch.cat(apart), loss_T, rtol=1e-5, atol=1e-7):
+        if settings.stream and not torch.allclose(torch.cat(apart), loss_T, rtol=1e-5, atol=1e-7):
             raise self._refused(
                 "the loss of a trajectory depends on the others in its micro-batch, so a stream would train another one: "
                 "trainer.stream = false, or a loss of each trajectory alone"

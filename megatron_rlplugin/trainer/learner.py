@@ -46,6 +46,7 @@ from megatron_rlplugin.objective.multi_token import (
     rows_with_heads,
 )
 from megatron_rlplugin.objective.policy_loss import Totals
+from megatron_rlplugin.objective.user_advantage import check_advantage
 from megatron_rlplugin.objective.user_loss import token_loss_of
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import ParallelLayout, device, initialize_parallel
@@ -407,6 +408,7 @@ def check_trainer(folder: str, settings: TrainerSection, dtype: str) -> None:
     ("": a model that the run makes, of which only the options are checked). Raises ConfigError."""
     options = sort_options(settings.megatron, settings.megatron_arguments)
     token_loss_of(settings)
+    check_advantage(settings)
     check_optimizer(options, distributed=settings.distributed_optimizer)
     check_scaling(options, settings.data_parallel)
     if not folder:

@@ -48,6 +48,7 @@ from megatron_rlplugin.megatron_options import sort_options
 from megatron_rlplugin.objective.advantages import group_counts
 from megatron_rlplugin.objective.critic import install_value_head
 from megatron_rlplugin.objective.policy_loss import Totals, kl_estimate
+from megatron_rlplugin.objective.user_advantage import check_advantage
 from megatron_rlplugin.objective.user_loss import UserLoss, token_loss_of
 from megatron_rlplugin.objective.vocab_logprobs import OutputRows, logprobs
 from megatron_rlplugin.parallel_layout import device, order_kernels
@@ -165,6 +166,7 @@ class MegatronTrainer:
         self._experience = Experience(settings_, limits, *parts, temperature)
         self._experience.keep_reference()
         self._token_loss = token_loss_of(settings_)
+        check_advantage(settings_)
         self._stepper = Stepper(settings_, limits, *parts, self._experience, temperature, self._token_loss)
         self._feeder = BatchFeeder(self._stepper, self._experience, limits, offload=settings_.grad_offload)
         self._writer = ShardedWriter(settings_.collective_timeout)

@@ -21,13 +21,13 @@ from orchestrator.api import Completion, ConfigError, GenerationRequest, Managed
 from orchestrator.borrowing import served_workers
 from orchestrator.borrowing.http_worker import HttpWorker
 from orchestrator.config import Config, parse_config
-from orchestrator.config.user_functions import named_function
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy import router_setup
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.kv_moves import kv_moves
 from orchestrator.proxy.worker_state import WorkerLimits
 from orchestrator.settings.section import Conflict, Section, config_error
+from orchestrator.settings.user_functions import named_function
 from orchestrator.transfer import RelayEndpoint
 
 TASK = "adapter"

@@ -23,12 +23,13 @@ from orchestrator.sandbox.command import PATH, WORK, SharedPaths
 PORT = 8000  # inside the sandbox
 _SOCKET, _BRIDGE = "/gateway.sock", ".bridge.py"
 _MOST_BYTES = 16 << 20  # of all files of an agent
+_VARIABLE = (128 << 10) - len("AGENT_PROMPT=") - 1  # bytes that Linux takes as its value (MAX_ARG_STRLEN)
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
     """``command`` runs in a working folder with ``files`` (name -> content), which it can read. The start state is on its
-    standard input, and in the environment variable AGENT_PROMPT. ``reward``: "output" or "exit"."""
+    standard input, and in the environment variable AGENT_PROMPT where it fits. ``reward``: "output", "exit" or "elsewhere"."""
 
     command: tuple[str, ...]
     files: Mapping[str, bytes]
@@ -40,18 +41,20 @@ class AgentProgram:
 
     async def run(self, sandbox: Sandbox, prompt: Prompt, key: str, socket: str, seconds: float) -> SandboxOutcome:
         """To its end, ``seconds`` at most. Raises RetryableError when the sandbox did not start."""
+        state = prompt.payload.encode()
         environment = {
+            "MALLOC_ARENA_MAX": "1",  # else each thread takes 64 MB of the address space that memory_mb limits
             **self.variables,
             "PATH": f"{Path(sandbox.interpreter).parent}:{PATH}",
             "OPENAI_BASE_URL": f"http://127.0.0.1:{PORT}/v1",
             "OPENAI_API_KEY": key,
-            "AGENT_PROMPT": prompt.payload,
+            **({"AGENT_PROMPT": prompt.payload} if len(state) <= _VARIABLE else {}),
         }
         bridge = (package_files("orchestrator.agents") / "sandbox_bridge.py").read_bytes()
         return await sandbox.run(
             [sandbox.interpreter, "-I", "-S", "-B", f"{WORK}/{_BRIDGE}", _SOCKET, str(PORT), *self.command],
             read_only={**self.files, _BRIDGE: bridge},
-            stdin=prompt.payload.encode(),
+            stdin=state,
             limits=replace(self.limits, wall_seconds=seconds),
             environment=environment,
             shared=SharedPaths(((_SOCKET, socket),), self.readable),
@@ -60,7 +63,8 @@ class AgentProgram:
 
 def reward_of(program: AgentProgram, outcome: SandboxOutcome) -> float:
     """``output``: the last line of what it printed is the reward, a number, and it ended with exit code 0. ``exit``: 1 for exit
-    code 0, 0 for ``zero_exit``. Raises TrajectoryError for anything else."""
+    code 0, 0 for ``zero_exit``. ``elsewhere``: 0 for exit code 0; who scores it says the reward. Raises TrajectoryError for
+    anything else."""
     told = outcome.stderr.decode(errors="replace").strip()[-400:]
     if outcome.limit == "wall":
         raise TrajectoryError("trajectory_timeout", f"the agent ran for over {outcome.seconds:.0f} s")
@@ -70,6 +74,8 @@ def reward_of(program: AgentProgram, outcome: SandboxOutcome) -> float:
         return float(outcome.exit_code == 0)
     if outcome.exit_code != 0:
         raise TrajectoryError("agent_error", f"the agent ended with exit code {outcome.exit_code}: {told}")
+    if program.reward == "elsewhere":
+        return 0.0
     lines = outcome.stdout.decode(errors="replace").strip().splitlines()
     try:
         reward = float(lines[-1]) if lines else math.nan

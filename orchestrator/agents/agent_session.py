@@ -21,6 +21,7 @@ from orchestrator.api import Completion, GenerationRequest, Sampling, Trajectory
 from orchestrator.environments.episode_context import no_room
 
 T = TypeVar("T")
+MOST_REFUSALS = 1000  # in a row: an agent that asks on whatever it is told
 _LONG = 2048  # tokens of an answer: looking for its end is some 3 ms
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
@@ -57,6 +58,7 @@ class AgentSession:
     requests: int = 0
     active: int = 0
     pending: int = 0  # answers that open requests wait for
+    refusals: int = 0  # since its last answer
     unanswered: str = ""  # why its newest request had no answer, where that was not the agent's doing
 
     def __post_init__(self) -> None:
@@ -107,6 +109,13 @@ class AgentSession:
         if not self.broken.done():
             self.broken.set_exception(error)
 
+    def note_refusal(self, error: ApiError) -> None:
+        """One who catches every error and asks again would keep the event loop busy until the trajectory's time is over."""
+        self.refusals += error.status in (400, 403)
+        if self.refusals >= MOST_REFUSALS:
+            told = f"{self.refusals} requests in a row were refused, the last one with: {error}"
+            self.end_with(TrajectoryError("agent_limit", told))
+
     def end_error(self) -> ApiError | None:
         """What the agent is told when it is."""
         if not self.broken.done():
@@ -154,7 +163,7 @@ class AgentSession:
             choices.append(choice)
             heard, whole = (choice.said, "") if prompt is None else (None, prompt + text)
             answers.append(self.conversation.add(opening, kept, heard, whole, began, loop.time()))
-        self.unanswered = ""
+        self.unanswered, self.refusals = "", 0
         made = sum(len(answer.completion.token_ids) for answer in answers)
         identity = f"{'chatcmpl' if prompt is None else 'cmpl'}-{self.request.trajectory_id}-{numbers[0]}"
         return Answered(identity, opening.size, made, tuple(choices), self.chat_format.text), answers

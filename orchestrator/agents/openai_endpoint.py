@@ -49,7 +49,7 @@ from orchestrator.api.listener_limits import LISTENERS, SERVER_OPTIONS, BodyRefu
 from orchestrator.rewards.process_pool import FunctionError, FunctionPool, Throttled
 
 LIMITS = LISTENERS["agent endpoint"]
-OF_ONE_AGENT = 32  # connections at the socket of a sandbox
+OF_ONE_AGENT = 32  # connections at the socket of a sandbox, at least
 READ_HERE = 1 << 17  # bytes of a body that take some milliseconds at most; a larger one is read by another process
 READ_SECONDS = 10.0  # that may take
 _WRITTEN = 1 << 13  # characters of an answer, at least
@@ -120,7 +120,8 @@ class AgentGateway:
         server: asyncio.Server | None = None
         try:
             try:
-                server = await listener.listen(self._runner.server, path=door.socket, most=OF_ONE_AGENT)
+                most = most_connections(session.bounds.concurrent)
+                server = await listener.listen(self._runner.server, path=door.socket, most=most)
             except OSError as error:
                 raise RetryableError(f"the endpoint of the agents cannot be opened: {error}") from error
             self._doors[name] = door
@@ -217,6 +218,9 @@ class AgentGateway:
                 return await self._written(request, parts, "text/event-stream")
             parts = jsontext.pieces((chat_body if chat else plain_body)(*told))
             return await self._written(request, parts, "application/json; charset=utf-8")
+        except ApiError as error:
+            session.note_refusal(error)
+            raise
         except (asyncio.CancelledError, ConnectionError):
             session.conversation.withdraw(answers)
             raise
@@ -224,18 +228,21 @@ class AgentGateway:
             door.handlers.discard(this)
 
     async def _written(self, request: web.Request, text: Iterator[str], kind: str) -> web.StreamResponse:
-        """Made as it is written, a part at a time, of all agents' answers in turn: with log-probs one may have 40 MB."""
+        """Made as it is written, a part at a time, of all agents' answers in turn: with log-probs one may have 40 MB. The last
+        part and the end are one: who reads a stream hangs up at its last line, and has heard it."""
         response = web.StreamResponse(headers={"Content-Type": kind, "Cache-Control": "no-cache"})
         await response.prepare(request)
-        parts = _gathered(text)
+        parts, last = _gathered(text), b""
         while True:
             async with self._writing:
                 part = next(parts, None)
                 await asyncio.sleep(0)
             if part is None:
                 break
-            await response.write(part)
-        await response.write_eof()
+            if last:
+                await response.write(last)
+            last = part
+        await response.write_eof(last)
         return response
 
     async def _body(self, request: web.Request) -> bytes:
@@ -259,6 +266,11 @@ class AgentGateway:
         return read_by_another(found)
 
 
+def most_connections(concurrent: int) -> int:
+    """At the socket of a sandbox whose agent may have so many requests open."""
+    return max(OF_ONE_AGENT, 2 * concurrent)
+
+
 def _events(chunks: list[dict[str, Any]]) -> Iterator[str]:
     for chunk in chunks:
         yield "data: "
@@ -276,7 +288,8 @@ def _gathered(text: Iterator[str]) -> Iterator[bytes]:
         if size >= _WRITTEN:
             yield "".join(held).encode()
             held, size = [], 0
-    yield "".join(held).encode()
+    if held:
+        yield "".join(held).encode()
 
 
 @web.middleware
@@ -291,6 +304,8 @@ async def _in_their_form(
         with contextlib.suppress(ConnectionError):
             return web.json_response(error.body, status=error.status, headers=headers)
         raise
+    except ConnectionError:  # the client has gone; raised, it would be logged as a fault of ours
+        return web.Response(status=499)
     except web.HTTPException as error:
         told = ApiError(error.status, f"{request.method} {request.path[-MAX_NAME:]}: {error.reason}; {SERVED}")
         return web.json_response(told.body, status=error.status)

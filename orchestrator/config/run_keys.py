@@ -85,7 +85,7 @@ class TaskSection(Section):
     """What is trained on: see docs/tasks.md."""
 
     name: Annotated[str, Field(pattern=r"^(\w+|[\w.]+:\w+)$")] = "frozenlake"  # or module:Class of your own
-    heldout_maps: Annotated[int, Field(ge=1, le=700)] = 300  # distinct held-out prompts (maps, problems) to evaluate on
+    heldout_maps: Positive = 300  # distinct held-out prompts (maps, problems) to evaluate on
     dataset: str = ""  # of reasoning_gym
     # of that data set's own, `max_digits = 2` for example; of sums
     dataset_options: dict[str, int | float | bool | str] = {}

@@ -41,3 +41,5 @@ class LoggingSection(Section):
     turns_mb: Annotated[float, Field(ge=0)] = 64.0  # size of turns.jsonl, for traces: about 80 bytes per turn; 0: none
     wandb: WandbSection = WandbSection()
     otlp: OtlpSection = OtlpSection()
+    # module:Class(run, config) of your own, with log(step, values) and close(); empty: none
+    exporter: Annotated[str, Field(pattern=r"^([\w.]+:\w+)?$")] = ""

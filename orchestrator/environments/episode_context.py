@@ -18,8 +18,8 @@ from typing import cast
 
 from orchestrator.api import ConfigError, ContextStart, TaskLimits, TokenSequence
 from orchestrator.config.rollout_keys import ContextSection
-from orchestrator.config.user_functions import named_function
 from orchestrator.policies.episodes.context_rule import ContextRules
+from orchestrator.settings.user_functions import named_function
 
 Summarise = Callable[[Sequence[int]], Sequence[int]]
 Setup = tuple[ContextRules, tuple[int, ...], Summarise | None]

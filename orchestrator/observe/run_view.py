@@ -18,6 +18,7 @@ from orchestrator.config import Config
 from orchestrator.events import EventLog
 from orchestrator.hooks.tested_versions import is_installed
 from orchestrator.observe.view.exporter_queue import FINISH_SECONDS
+from orchestrator.observe.view.exporters import own_exporter
 from orchestrator.observe.view.live_sample import Sampler
 from orchestrator.observe.view.tensorboard import TensorBoard
 from orchestrator.observe.view.turn_spans import Spans
@@ -104,7 +105,9 @@ class ViewProcess(ServingChild):
 
 
 def check_view(config: Config) -> None:
-    """Raises ConfigError for a token that cannot be read, or a port that is taken."""
+    """Raises ConfigError for a token that cannot be read, a port that is taken, or an exporter that is none."""
+    if config.logging.exporter:
+        own_exporter(config.logging.exporter)
     if not config.view.enabled:
         return
     read_token(config.view.token_file)
@@ -123,7 +126,8 @@ async def show_run(config: Config, folder: RunFolder, events: EventLog, say: Say
         board = TensorBoard(folder.path, say)
         events.listen(board.take)
         stack.callback(board.close)
-    if config.view.enabled or config.logging.wandb.enabled or config.logging.otlp.endpoint:
+    logging = config.logging
+    if config.view.enabled or logging.wandb.enabled or logging.otlp.endpoint or logging.exporter:
         process = ViewProcess(config, folder, say, since)
         stack.push_async_callback(process.stop)
         await process.open()

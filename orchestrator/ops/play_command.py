@@ -16,10 +16,10 @@ from typing import Any, Protocol
 
 from orchestrator.api import ConfigError, Prompt, RetryableError, Task, Trajectory, Turn, parts_of, stop_ids_of, urls
 from orchestrator.config import Config
-from orchestrator.config.user_functions import named_function
 from orchestrator.rewards.function_process import load_function
 from orchestrator.rewards.llm_judge import spoken_text
 from orchestrator.rewards.reward_client import reward_event, reward_in
+from orchestrator.settings.user_functions import named_function
 from orchestrator.tasks import registry
 
 _ANSWER_SECONDS = 600.0

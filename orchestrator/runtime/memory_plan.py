@@ -14,10 +14,10 @@ from typing import Any
 
 from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config
-from orchestrator.config.user_functions import named_function
 from orchestrator.runtime import quantised_rollouts
 from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
 from orchestrator.settings.engine_settings import EngineSettings
+from orchestrator.settings.user_functions import named_function
 
 GB = 1_000_000_000
 # What a device of a class has, in 10^9 bytes, as it is sold; resources.memory_gb says others.

@@ -13,9 +13,9 @@ from typing import Any
 
 from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config, parse_config
-from orchestrator.config.user_functions import named_function
 from orchestrator.runtime import memory_plan
 from orchestrator.runtime.memory_plan import LARGE, SHAPE
+from orchestrator.settings.user_functions import named_function
 
 LEARNING_RATE = 1e-6  # of a model that can do something already, under Adam
 LEAST_TOKENS = 8192  # of a micro-batch

@@ -20,7 +20,6 @@ from orchestrator.api import ConfigError, CoserveError, RetryableError, Task, Tr
 from orchestrator.api.ports import DemonstratingTask
 from orchestrator.borrowing import discovery, served_workers
 from orchestrator.config import Config
-from orchestrator.config.user_functions import named_function
 from orchestrator.environments.environment_wire import error_text, observation_of, step_of, version_of
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
@@ -39,7 +38,10 @@ from orchestrator.runtime import (
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.sandbox import Sandbox
+from orchestrator.settings.user_functions import named_function
 from orchestrator.tasks import registry
+from orchestrator.tasks.agent_task import AgentTask
+from orchestrator.tasks.agent_trial import try_agent
 from orchestrator.tasks.chat_task import ChatTask
 from orchestrator.tasks.dataset import DatasetTask
 from orchestrator.tasks.game_memory import MemoryTask
@@ -66,6 +68,8 @@ def make_task(config: Config) -> Task:
             return registry.make(config.task.name, config.task.heldout_maps, speak=speak, **options)
         return speak(registry.make(config.task.name, config.task.heldout_maps, **options))
     task = registry.make(config.task.name, config.task.heldout_maps, **options)
+    if isinstance(task, AgentTask) and not outcome_scores(config.reward, task):
+        task.scored_elsewhere()
     if not memory.turns:
         return task
     embed = named_function("task.memory.embed", memory.embed) if memory.embed else None
@@ -93,6 +97,7 @@ def check(config: Config, task: Task) -> list[str]:
         partial(_function, config, task, notes := list[str]()),
         *(partial(one, config, task) for one in (_task, _evaluated, _one_turn, _environments, _lengths, _predictor)),
         lambda: [setup_of(config.context, part) for part in (task, *parts_of(task).values())],
+        lambda: notes.extend(try_agent(config, task)),
     ]
     last = partial(discovery.check, config, task)
     if found := _found([*_of_versions(config), *of_task, *_of_run(config, unplanned), last]):
@@ -234,7 +239,7 @@ def _trainer(config: Config) -> None:
     sizes = trainer.tensor_parallel * trainer.pipeline_parallel * trainer.context_parallel * trainer.expert_parallel
     asked = (
         *(trainer.megatron, trainer.arguments, trainer.routing_replay, sizes > 1),
-        *(trainer.loss_function, trainer.reference_path),
+        *(trainer.loss_function, trainer.advantage, trainer.reference_path),
     )
     if any(asked):  # what one rank of the defaults does is known
         named_function("trainer.megatron", _TRAINER)(config.model.path, trainer, config.model.dtype)

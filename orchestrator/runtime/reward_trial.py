@@ -52,7 +52,8 @@ def try_reward(config: Config, task: Task, target: str) -> list[str]:
             field, value = (
                 ("task.data.reward", list(config.task.data.rewards)) if of_rows else ("reward.function", name)
             )
-            mend = "it must give a finite number for whatever is said"
+            given = "a finite number" if of_rows else '{"reward": a finite number}, of Python\'s own types,'
+            mend = f"it must return {given} for whatever is said"
             if said.startswith(IMPORT_FAILED):
                 mend = "the processes of rewards import it too: start with PYTHONPATH=. where its file lies"
             fix = f"a trial answer before the run got no reward: {said}; {mend}"

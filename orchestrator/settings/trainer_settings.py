@@ -122,6 +122,11 @@ class TrainerSettings(Section):
     entropy_coefficient: Annotated[NotNegative, Flag("weight of the entropy bonus")] = 0.0
     # divide by the group's standard deviation (grpo, dapo, gspo, cispo); ppo: whiten over the batch
     normalize_advantage: Annotated[bool, Flag("divide advantages by their standard deviation")] = True
+    # module:function of yours instead of the objective's (rewards of a group, tokens of each) -> advantages
+    advantage: Annotated[
+        Annotated[str, Field(pattern=r"^[\w.]+:\w+$")] | None,
+        Flag("module:function(rewards of a group, tokens) -> advantages", unset=OWN),
+    ] = None
     # how token losses become one number; None: the objective's own; or a function of yours that makes them
     # (module:function)
     loss: Annotated[
@@ -348,6 +353,12 @@ def _loss_conflicts(trainer: TrainerSettings) -> Iterator[tuple[str, str]]:
         yield "loss", fix
     if (trainer.loss == "length-normalized") != (trainer.loss_length is not None):
         yield "loss_length", "belongs to trainer.loss = 'length-normalized': set both, or neither"
+    if trainer.advantage:
+        if OBJECTIVES[trainer.objective].advantage not in ("group", "leave-one-out"):
+            fix = f"is of whole groups: leave it out with {trainer.objective}, whose advantages are of tokens"
+            yield "advantage", fix
+        if not trainer.normalize_advantage:
+            yield "normalize_advantage", "is the objective's; with trainer.advantage your function divides, or does not"
     for name, (default, readers) in USED_BY.items():
         if trainer.objective not in readers and getattr(trainer, name) != default:
             yield name, f"is read by {' and '.join(readers)} only; leave it out with {trainer.objective}"

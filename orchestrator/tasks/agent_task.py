@@ -7,21 +7,23 @@
     files = ["agent.py"]
     prompts = "prompts.txt"
 
-A start state is a line of ``prompts``; the SHA-256 of the line decides whether it is trained on or held out. See docs/agents.md.
+A start state is a line of ``prompts``; the SHA-256 of the line decides whether it is trained on or held out. Training goes
+through all of its lines in an order that the seed decides, and only then through all of them again. See docs/agents.md.
 """
 
 from __future__ import annotations
 
+import copy
 import os
-import random
 import stat
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.agents.agent_program import AgentProgram, read_files
 from orchestrator.agents.agent_session import AgentBounds
 from orchestrator.agents.chat_template import ChatFormat, ModelChat, VocabularyChat
-from orchestrator.agents.openai_endpoint import AgentGateway
+from orchestrator.agents.openai_endpoint import AgentGateway, most_connections
 from orchestrator.api import ConfigError, Environment, Prompt
 from orchestrator.config.agent_keys import AgentSection
 from orchestrator.sandbox import Sandbox, SandboxLimits
@@ -42,8 +44,16 @@ class AgentTask:
         settings = settings or AgentSection()
         if not settings.command:
             raise ConfigError("task.agent.command", [], 'name the program: ["python3", "agent.py"]')
-        self._states = _lines(settings.prompts)
-        self._heldout = splits.heldout(self.name, self._draw, str, heldout)
+        lines = _lines(settings.prompts)
+        kept = sorted((key, line) for line in lines if splits.is_heldout(key := splits.key_of(line)))
+        if len(kept) < heldout:
+            raise ValueError(f"{heldout} held-out prompts (task.heldout_maps): there are {len(kept)}")
+        self._heldout = tuple(splits.prompt_of(self.name, key, line) for key, line in kept[:heldout])
+        apart = {line for _, line in kept}
+        self._training = [line for line in lines if line not in apart]
+        if not self._training:
+            raise ConfigError("task.agent.prompts", settings.prompts, "has no line to train on: all are held out")
+        self.epoch_prompts = len(self._training)
         self.chat: ChatFormat = ModelChat(settings.tokenizer) if settings.tokenizer else VocabularyChat()
         self.vocabulary: Sequence[str] = self.chat.vocabulary
         self.pad_id, self.end_id, self.stop_ids = self.chat.pad_id, self.chat.end_id, self.chat.stop_ids
@@ -72,7 +82,10 @@ class AgentTask:
             settings.tool_calls,
         )
         limits = SandboxLimits(
-            cpu_seconds=settings.cpu_seconds, memory_bytes=settings.memory_mb << 20, processes=settings.processes
+            cpu_seconds=settings.cpu_seconds,
+            memory_bytes=settings.memory_mb << 20,
+            processes=settings.processes,
+            open_files=64 + 2 * most_connections(settings.concurrent),  # two of a connection in what passes it on
         )
         self.program = AgentProgram(
             settings.command,
@@ -87,6 +100,21 @@ class AgentTask:
         self._gateway: AgentGateway | None = None
         self._sandbox: Sandbox | None = None
 
+    def scored_elsewhere(self) -> None:
+        """By a function or a judge: what the program prints is no reward."""
+        if self.program.reward == "output":
+            self.program = replace(self.program, reward="elsewhere")
+
+    def said(self, action: Sequence[int]) -> str | None:
+        """The text of an answer, as a reward function reads it; None: it was not ended."""
+        return self.chat.text(action) if action and action[-1] in self.chat.stop_ids else None
+
+    def apart(self) -> AgentTask:
+        """The same with an endpoint and a sandbox of its own: those of a task belong to one event loop."""
+        twin = copy.copy(self)
+        twin._port, twin._gateway, twin._sandbox = 0, None, None
+        return twin
+
     def gateway(self) -> AgentGateway:
         """One endpoint for all trajectories of a run."""
         self._gateway = self._gateway or AgentGateway(self._port, self._body_bytes)
@@ -100,7 +128,8 @@ class AgentTask:
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol. Raises ValueError for another split than ``"train"`` and ``"heldout"``."""
         if split == "train":
-            return splits.training(self.name, self._draw, str, f"train/{seed}")
+            lines = splits.in_turn(self.name, self._training, seed)
+            return (splits.prompt_of(self.name, splits.key_of(line), line) for line in lines)
         if split == "heldout":
             return iter(self._heldout)
         raise ValueError(f"split = {split!r}: must be 'train' or 'heldout'")
@@ -110,9 +139,6 @@ class AgentTask:
         raise ConfigError(
             "task.name", self.name, "its trajectories come from an agent program, not from an environment"
         )
-
-    def _draw(self, chance: random.Random) -> str:
-        return chance.choice(self._states)
 
 
 def _closed(path: Path) -> Path | None:
@@ -130,7 +156,7 @@ def _lines(name: str) -> tuple[str, ...]:
     except (OSError, UnicodeDecodeError) as error:
         fix = f"cannot be read: {error}; paths are relative to the folder in which the run is started"
         raise ConfigError(field, name, fix) from error
-    states = tuple(dict.fromkeys(line for line in text.splitlines() if line.strip()))
+    states = tuple(dict.fromkeys(line for line in text.split("\n") if line.strip()))  # reading took the "\r" away
     if not states:
         raise ConfigError(field, name, "is empty: write one start state per line")
     return states

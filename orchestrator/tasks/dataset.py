@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import inspect
 import json
-import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -29,7 +28,7 @@ from typing import Any
 from orchestrator.agents.chat_template import ChatFormat, Message, ModelChat, TemplateRefused, VocabularyChat
 from orchestrator.api import ConfigError, Environment, Observation, Prompt, StepResult
 from orchestrator.config.data_keys import DataSection
-from orchestrator.config.user_functions import load_named
+from orchestrator.settings.user_functions import load_named
 from orchestrator.tasks import splits
 from orchestrator.tasks.data_files import BadRow, DataRow, read_rows
 
@@ -93,7 +92,7 @@ class DatasetTask:
     def prompts(self, split: str, seed: int) -> Iterator[Prompt]:
         """See the protocol. Raises ValueError for another split than ``"train"`` and ``"heldout"``."""
         if split == "train":
-            return self._in_turn(seed)
+            return splits.in_turn(self.name, self._training, seed)
         if split == "heldout":
             return iter(self._heldout)
         raise ValueError(f"split = {split!r}: must be 'train' or 'heldout'")
@@ -118,14 +117,6 @@ class DatasetTask:
         if system and shown[0].role != "system":
             shown = [Message("system", system), *shown]
         return self.chat.encode_conversation(shown, "")
-
-    def _in_turn(self, seed: int) -> Iterator[Prompt]:
-        epoch = 0
-        while True:
-            order = list(range(len(self._training)))
-            random.Random(f"{self.name}/train/{seed}/{epoch}").shuffle(order)
-            yield from (self._training[place] for place in order)
-            epoch += 1
 
     def _read(self, field: str, name: str) -> list[Prompt]:
         settings, rows, bad, size = self._settings, list[Prompt](), list[str](), 0

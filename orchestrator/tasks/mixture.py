@@ -260,7 +260,7 @@ def score(payload: Mapping[str, Any]) -> Any:
     """The reward function of the payload's task: of a built-in one by its name, of the user's by ``scorer``, as the run's own
     orchestrator says it. Raises ConfigError (no such task), and what that function raises."""
     if scorer := payload.get("scorer"):
-        from orchestrator.config.user_functions import named_function
+        from orchestrator.settings.user_functions import named_function
 
         return named_function("reward.function", str(scorer))(payload)
     return _function_of(str(payload.get("task")))(payload)

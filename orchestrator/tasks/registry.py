@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from orchestrator.api import ConfigError, Task
+from orchestrator.settings.user_functions import load_named
 
 BUILT_IN: dict[str, str] = {
     "frozenlake": "orchestrator.tasks.frozenlake:FrozenLakeTask",
@@ -33,8 +34,6 @@ def find(name: str) -> Any:
     if ":" not in target:
         fix = f"no such task; there are: {', '.join((*BUILT_IN, *BROUGHT))}; write your own as module:Class (docs/tasks.md)"
         raise ConfigError("task.name", name, fix)
-    from orchestrator.config.user_functions import load_named  # the config asks this module for its names
-
     return load_named("task.name", target, "class")
 
 

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import hashlib
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import TypeVar
 
 from orchestrator.api import Prompt
 
 HELDOUT_SHARE = 5  # one hash in this many is held out
 _PATIENCE = 200  # draws in a row without anything new, and there is nothing new
 
+T = TypeVar("T")
 Draw = Callable[[random.Random], str]
 """Draws one start state, written as a payload."""
 Identity = Callable[[str], str]
@@ -40,6 +43,14 @@ def training(task: str, draw: Draw, identity: Identity, stream: str) -> Iterator
         if not misses:
             yield prompt_of(task, key, payload)
     raise ValueError(f"task {task}: no start state for training in {_PATIENCE} draws")
+
+
+def in_turn(task: str, items: Sequence[T], seed: int) -> Iterator[T]:
+    """Endless: all of them in an order that the seed decides, and only then all of them again."""
+    for epoch in count():
+        order = list(range(len(items)))
+        random.Random(f"{task}/train/{seed}/{epoch}").shuffle(order)
+        yield from (items[place] for place in order)
 
 
 def heldout(task: str, draw: Draw, identity: Identity, n: int) -> tuple[Prompt, ...]:

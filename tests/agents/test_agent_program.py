@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import runpy
 import shutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from orchestrator.agents import agent_session
 from orchestrator.agents.agent_manager import AgentManager, OutcomeReward
 from orchestrator.agents.chat_template import VocabularyChat
 from orchestrator.agents.manager_choice import manager_of, outcome_scores
@@ -24,8 +28,11 @@ from orchestrator.envs import EnvManager, Episode, StaleTrajectory
 from orchestrator.events import EventLog, MemorySink
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.proxy.worker_state import WorkerLimits
+from orchestrator.rewards.reward_client import reward_event
 from orchestrator.runtime.preflight import make_task
+from orchestrator.tasks import splits
 from orchestrator.tasks.agent_task import AgentTask
+from orchestrator.tasks.agent_trial import try_agent
 from orchestrator.transfer import Publisher, RelayEndpoint
 
 ROOT = Path(__file__).parents[2]
@@ -170,6 +177,50 @@ def test_an_engine_that_was_too_slow_is_no_reward_of_0(tmp_path: Path, rest: str
     assert (episode.turns[-1].reward if isinstance(end, float) else episode.waiting_for) == end
 
 
+def test_a_start_state_too_long_for_a_variable_is_on_standard_input(tmp_path: Path) -> None:
+    source = "state = sys.stdin.read(); assert 'AGENT_PROMPT' not in os.environ; ask('x'); print(len(state))"
+    task = task_of(tmp_path, source)
+    (tmp_path / "prompts.txt").write_text("".join(f"{number:03} {'x' * (1 << 17)}\n" for number in range(20)))
+    long = AgentTask(2, AgentSection(command=("python3",), prompts=str(tmp_path / "prompts.txt")))
+    long.program = task.program
+    episode = asyncio.run(play(long, EchoProxy()))
+    assert (episode.waiting_for, episode.turns[-1].reward) == ("the agent", (1 << 17) + 4)
+
+
+def test_a_program_asks_for_as_much_at_once_as_its_settings_allow_from_threads_too(tmp_path: Path) -> None:
+    source = """
+from concurrent.futures import ThreadPoolExecutor
+with ThreadPoolExecutor(40) as pool: print(len(list(pool.map(ask, map(str, range(40))))))
+"""
+
+    class AllAtOnce(EchoProxy):
+        async def generate(self, request: GenerationRequest) -> Completion:
+            completion = await super().generate(request)
+            while self.requests < 40:
+                await asyncio.sleep(0.01)
+            return completion
+
+    task = task_of(tmp_path, source, concurrent=40, max_turns=40)
+    task.program = replace(
+        task.program, limits=replace(task.program.limits, memory_bytes=AgentSection().memory_mb << 20)
+    )
+    episode = asyncio.run(play(task, AllAtOnce()))
+    assert (episode.waiting_for, episode.turns[-1].reward, len(episode.turns)) == ("the agent", 40.0, 40)
+
+
+def test_a_program_that_asks_on_whatever_it_is_told_ends_before_its_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(agent_session, "MOST_REFUSALS", 30)
+    source = """
+while True:
+    try: ask('x')
+    except Exception: pass
+"""
+    episode = asyncio.run(play(task_of(tmp_path, source, max_turns=2), EchoProxy()))
+    assert (episode.waiting_for, len(episode.turns)) == ("agent_limit", 2)
+
+
 def test_a_program_reaches_nothing_but_the_endpoint(tmp_path: Path) -> None:
     source = """
 ask("x")
@@ -290,6 +341,66 @@ def test_the_example_is_played_by_agents_and_scored_by_their_end(monkeypatch: py
     named = load_config(ROOT / "examples/agents.toml", ["reward.url=http://127.0.0.1:1"])
     assert not outcome_scores(named.reward, task)
     assert manager_of(make_task(load_config(None))) is EnvManager
+
+
+def test_a_function_that_scores_reads_what_was_said_and_needs_nothing_printed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task_of(tmp_path, "ask('xyz')")
+    monkeypatch.chdir(tmp_path)
+    agent = ["task.name=agent", 'task.agent.command=["python3", "agent.py"]', 'task.agent.files=["agent.py"]']
+    named = [*agent, "task.agent.prompts=prompts.txt", "task.heldout_maps=2", "evaluation.prompts=2"]
+    task = make_task(load_config(None, [*named, "reward.function=mine:score"]))
+    assert isinstance(task, AgentTask)
+    episode = asyncio.run(play(task, EchoProxy()))
+    assert episode.waiting_for == "the agent"
+    assert reward_event(episode.trajectory(0.0), None, task.said)["texts"] == ["z"]
+    printed = make_task(load_config(None, named))
+    assert isinstance(printed, AgentTask)
+    assert asyncio.run(play(printed, EchoProxy())).waiting_for == "agent_output"
+
+
+@pytest.mark.parametrize(
+    ("source", "refused", "note"),
+    [
+        ("import no_such_module", "No module named 'no_such_module'", ""),
+        ("print(1.0)", "agent_silent", ""),
+        ("json.loads(ask('x'))", "", "agent_error: the agent ended with exit code 1"),
+        ("print(len(ask('x')))", "", ""),
+    ],
+)
+def test_a_program_is_tried_before_a_run_with_a_word_for_an_answer(
+    tmp_path: Path, source: str, refused: str, note: str
+) -> None:
+    task, config = task_of(tmp_path, source), load_config(None)
+    if refused:
+        with pytest.raises(ConfigError, match=rf"task\.agent\.command(.|\n)*{refused}"):
+            try_agent(config, task)
+        return
+    notes = try_agent(config, task)
+    assert len(notes) == bool(note)
+    assert note in "".join(notes)
+    assert asyncio.run(play(task, EchoProxy())).turns, "it belongs to no event loop that is over"
+
+
+def test_a_line_ends_where_json_lines_end(tmp_path: Path) -> None:
+    lines = [json.dumps({"q": f"{number} \u2028 \x85 \x0c"}, ensure_ascii=False) for number in range(30)]
+    (tmp_path / "prompts.txt").write_bytes("\r\n".join(lines).encode())
+    task = AgentTask(1, AgentSection(command=("true",), prompts=str(tmp_path / "prompts.txt")))
+    assert {prompt.payload for prompt in islice(task.prompts("train", 0), task.epoch_prompts)} < set(lines)
+
+
+def test_every_line_is_asked_before_any_comes_again(tmp_path: Path) -> None:
+    task = task_of(tmp_path, "")
+    lines = [prompt.payload for prompt in islice(task.prompts("train", 3), 2 * task.epoch_prompts)]
+    first, second = lines[: task.epoch_prompts], lines[task.epoch_prompts :]
+    held = {prompt.payload for prompt in task.prompts("heldout", 0)}
+    assert sorted(first) == sorted(second) == sorted(set(first))
+    assert first != second
+    assert not held & set(first)
+    assert all(
+        splits.is_heldout(splits.key_of(f"state {number}")) != (f"state {number}" in first) for number in range(60)
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- a real engine

@@ -587,6 +587,52 @@ def test_an_answer_that_takes_too_long_is_a_timeout_in_their_form() -> None:
     assert (status, body["error"]["code"]) == (504, "timeout")
 
 
+def test_who_hangs_up_at_the_last_line_of_a_stream_has_heard_the_answer() -> None:
+    """As the official client does, while answers of other agents are written."""
+
+    async def run() -> tuple[bytes, AgentSession]:
+        session, gateway, heard = session_of(ScriptedPolicy("hello")), AgentGateway(), b""
+
+        async def others() -> None:
+            while True:
+                async with gateway._writing:
+                    await asyncio.sleep(0.05)
+
+        async with gateway.open_session(session) as door:
+            writing = asyncio.ensure_future(others())
+            reader, writer = await asyncio.open_connection("127.0.0.1", int(door.url.split(":")[2].split("/")[0]))
+            body = json.dumps({"messages": [user("hi")], "stream": True})
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {door.key}\r\n"
+            writer.write(f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode())
+            while b"[DONE]" not in heard:
+                heard += await reader.read(1 << 16)
+            writer.close()
+            while door.handlers:
+                await asyncio.sleep(0.01)
+            writing.cancel()
+        return heard, session
+
+    heard, session = asyncio.run(run())
+    assert b"hello" in heard
+    assert [CHAT.text(turn.action_ids) for turn in session.conversation.turns()] == ["hello"]
+
+
+def test_an_answer_that_cannot_be_told_to_its_end_is_no_turn_and_no_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def lost(self: Any, data: bytes = b"") -> None:
+        raise aiohttp.ClientConnectionResetError("Cannot write to closing transport")
+
+    async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
+        with pytest.raises(aiohttp.ClientError):
+            await post(door, client, {"messages": [user("hi")]})
+
+    monkeypatch.setattr(aiohttp.web.StreamResponse, "write_eof", lost)
+    _, session = with_server(ScriptedPolicy("hello"), talk)
+    assert session.conversation.answers == []
+    assert [record for record in caplog.records if record.name.startswith("aiohttp")] == []
+
+
 def test_temperature_is_the_runs_unless_the_task_leaves_it_to_the_agent() -> None:
     async def talk(door: AgentAccess, client: aiohttp.ClientSession) -> None:
         await post(door, client, {"messages": [user("x")], "temperature": 0.25, "top_p": 0.5, "max_tokens": 3})

@@ -77,6 +77,9 @@ RUN_BY = {  # (page, a line of the block) -> the test that runs a snippet as it 
     ("docs/megatron.md", "def clipped"): (
         "tests/megatron/test_objectives.py::test_the_loss_of_the_page_is_trained_by_the_config_of_the_page"
     ),
+    ("docs/megatron.md", "def centred"): (
+        "tests/megatron/test_objectives.py::test_the_loss_of_the_page_is_trained_by_the_config_of_the_page"
+    ),
     ("docs/recipes/agent.md", "OpenAI()"): (
         "tests/tasks/test_tutorials.py::test_the_agent_of_the_page_calls_its_tool_and_prints_its_reward"
     ),

@@ -73,7 +73,7 @@ async def gateway(patch: pytest.MonkeyPatch, *, unix: bool = False) -> AsyncIter
     patch.setattr(openai_endpoint, "OF_ONE_AGENT", 4)
     chat = VocabularyChat()
     asked = GenerationRequest("", "t0", 0, (), Sampling(4), "agent", group_id="g")
-    session = AgentSession(chat, asked, AgentBounds(4, 4, 100), _nobody, lambda _: False, StaleTrajectory)
+    session = AgentSession(chat, asked, AgentBounds(4, 4, 100, concurrent=2), _nobody, lambda _: False, StaleTrajectory)
     server = AgentGateway(body_bytes=1 << 16)
     async with server.open_session(session) as door:
         head = request("POST", "/v1/chat/completions", door.key)

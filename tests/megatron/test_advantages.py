@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,7 +19,8 @@ from megatron_rlplugin.objective.advantages import (
     says_nothing,
 )
 from megatron_rlplugin.objective.policy_loss import kept_tokens, token_weights
-from orchestrator.api import RunError
+from megatron_rlplugin.objective.user_advantage import check_advantage
+from orchestrator.api import ConfigError, RunError
 from orchestrator.envs import MAX_REWARD
 from orchestrator.settings.trainer_settings import TrainerSettings
 
@@ -201,6 +204,71 @@ def test_weights_and_denominators_of_each_mean(loss: str, weight: float, denomin
     assert (len(nothing), added) == (0, 0)
     with pytest.raises(ValueError, match="median"):
         token_weights(4, "median")
+
+
+def centred(rewards: list[float], tokens: list[int]) -> list[float]:
+    return [reward - sum(rewards) / len(rewards) for reward in rewards]
+
+
+def per_token(rewards: list[float], tokens: list[int]) -> list[float]:
+    return [reward / count for reward, count in zip(rewards, tokens, strict=True)]
+
+
+def too_few(rewards: list[float], tokens: list[int]) -> list[float]:
+    return rewards[1:]
+
+
+def divides(rewards: list[float], tokens: list[int]) -> list[float]:
+    return [reward / (max(rewards) - min(rewards)) for reward in rewards]
+
+
+def goes_wrong_later(rewards: list[float], tokens: list[int]) -> list[float]:
+    return [float("nan") if reward > 1 else reward for reward in rewards]
+
+
+@pytest.mark.parametrize("objective", ["grpo", "rloo"])
+def test_a_function_of_the_users_gives_the_advantages_of_each_group(objective: str) -> None:
+    outcomes = [outcome(value, 2, group=group) for value, group in ((1.0, "a"), (5.0, "b"), (3.0, "a"), (5.0, "b"))]
+    chosen = TrainerSettings.from_dict({"objective": objective, "advantage": f"{__name__}:centred"})
+    assert [value[0] for value in advantages_of(outcomes, chosen).advantages] == [-1.0, 0.0, 1.0, 0.0]
+
+
+def test_contexts_of_a_trajectory_are_one_member_with_the_tokens_of_all() -> None:
+    parts = [outcome(6.0, tokens=2), outcome(6.0, tokens=1), outcome(4.0, tokens=4)]
+    outcomes = [replace(part, member=name) for part, name in zip(parts, ("one", "one", "two"), strict=True)]
+    chosen = TrainerSettings.from_dict({"advantage": f"{__name__}:per_token"})
+    found = advantages_of(outcomes, chosen).advantages
+    assert [value.tolist() for value in found] == [[2.0, 2.0], [2.0], [1.0] * 4]
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("too_few", "returned 2 numbers for a group of 3"),
+        ("divides", "ZeroDivisionError|division by zero"),
+        ("absent", "has no function 'absent'"),
+    ],
+)
+def test_advantages_that_break_the_contract_are_one_error_before_anything_starts(name: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=rf"trainer\.advantage.*({why})"):
+        check_advantage(TrainerSettings.from_dict({"advantage": f"{__name__}:{name}"}))
+
+
+def test_advantages_that_go_wrong_later_name_their_function() -> None:
+    chosen = TrainerSettings.from_dict({"advantage": f"{__name__}:goes_wrong_later"})
+    check_advantage(chosen)
+    with pytest.raises(RunError, match=r"trainer\.advantage = '.*goes_wrong_later': .*not finite"):
+        advantages_of([outcome(2.0, 1), outcome(0.0, 1)], chosen)
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [({"objective": "ppo"}, "trainer.advantage"), ({"normalize_advantage": False}, "trainer.normalize_advantage")],
+)
+def test_a_setting_that_the_users_advantages_leave_nothing_to_do_is_refused(given: dict[str, Any], field: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        TrainerSettings.from_dict({**given, "advantage": f"{__name__}:centred"})
+    assert refused.value.field == field
 
 
 @pytest.mark.parametrize(

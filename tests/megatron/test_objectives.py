@@ -239,6 +239,18 @@ def wrong_later(logp_T: Any, tokens: Tokens, coefficients: Coefficients) -> Any:
     return logp_T * (1.0 if len(logp_T) < 6 else float("nan")), {}
 
 
+def to_the_reference(logp_T: Any, tokens: Tokens, coefficients: Coefficients) -> Any:
+    return (logp_T - tokens.reference_T) ** 2, {}
+
+
+def to_the_old(logp_T: Any, tokens: Tokens, coefficients: Coefficients) -> Any:
+    return -(logp_T - tokens.old_T).exp() * tokens.advantages_T, {}
+
+
+def raises_later(logp_T: Any, tokens: Tokens, coefficients: Coefficients) -> Any:
+    return logp_T * (1.0 if len(logp_T) < 6 else {}["mine"]), {}
+
+
 @pytest.mark.parametrize(
     ("function", "why"),
     [
@@ -247,7 +259,8 @@ def wrong_later(logp_T: Any, tokens: Tokens, coefficients: Coefficients) -> Any:
         ("no_gradient", "has no gradient"),
         ("no_metrics", "must return"),
         ("raises", "raised KeyError: 'mine'"),
-        ("absent", "cannot be imported"),
+        ("to_the_reference", r"tokens.reference_T is None unless trainer.kl_coefficient is above 0"),
+        ("absent", "has no function 'absent'; write module:function"),
         ("T", "is not a function"),
     ],
 )
@@ -272,6 +285,35 @@ def test_a_loss_that_goes_wrong_later_names_itself() -> None:
     tokens, coefficients = drawn.tokens(np.ones(T)), Coefficients(0.2, 0.2, 2.0, 0.0)
     with pytest.raises(RunError, match=r"trainer.loss = '.*wrong_later': the loss of 37 of 37 tokens is not finite"):
         policy_loss(torch.tensor(drawn.logits, requires_grad=True), tokens, coefficients, function=loss)
+
+
+def test_a_loss_that_raises_in_a_step_names_itself() -> None:
+    loss = token_loss_of(TrainerSettings.from_dict({"loss": LOSSES + "raises_later"}))
+    tokens, coefficients = Drawn().tokens(np.ones(T)), Coefficients(0.2, 0.2, 2.0, 0.0)
+    with pytest.raises(RunError, match=r"trainer.loss = '.*raises_later': raised KeyError: 'mine'"):
+        loss(torch.zeros(T, requires_grad=True), tokens, coefficients)
+
+
+def test_a_module_of_a_loss_that_cannot_be_imported_is_one_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, text, why in (("unended", "def f(x", "SyntaxError"), ("unlicensed", "raise RuntimeError('no')", "no")):
+        (tmp_path / f"{name}.py").write_text(text)
+        with pytest.raises(ConfigError, match=rf"trainer.loss = '{name}:f': {name} cannot be imported: .*{why}"):
+            check_trainer("", TrainerSection.from_dict({"loss": f"{name}:f"}), "float32")
+
+
+def test_with_one_mini_batch_a_loss_gets_the_log_probs_themselves_as_the_old_ones() -> None:
+    loss = token_loss_of(TrainerSettings.from_dict({"loss": LOSSES + "to_the_old"}))
+    tokens, logp_T = (
+        replace(Drawn().tokens(np.ones(T)), old_T=None),
+        torch.zeros(T, dtype=torch.float64, requires_grad=True),
+    )
+    loss_T, _ = loss(logp_T, tokens, Coefficients(0.2, 0.2, 2.0, 0.0))
+    assert torch.equal(loss_T, -tokens.advantages_T)
+    (gradient_T,) = torch.autograd.grad(loss_T.sum(), logp_T)
+    assert torch.equal(gradient_T, -tokens.advantages_T)
 
 
 @pytest.fixture(scope="module")
@@ -306,7 +348,8 @@ def test_the_loss_of_the_page_is_trained_by_the_config_of_the_page(
 ) -> None:
     page = "docs/megatron.md"
     config = tomllib.loads(page_block(page, "my_losses:clipped", "toml"))
-    (tmp_path / "my_losses.py").write_text(page_block(page, "def clipped("))
+    config["trainer"] |= tomllib.loads(page_block(page, "my_losses:centred", "toml"))["trainer"]
+    (tmp_path / "my_losses.py").write_text(page_block(page, "def clipped(") + page_block(page, "def centred("))
     monkeypatch.syspath_prepend(str(tmp_path))
     for stream in (False, True):
         trainer = make_trainer(folder, **config["trainer"], stream=stream, micro_batch_size=4)

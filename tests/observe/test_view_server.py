@@ -7,6 +7,7 @@ import io
 import json
 import os
 import re
+import sys
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -497,6 +498,72 @@ def test_exporters_beside_a_run_get_what_happens_from_its_start_on_and_what_they
     asyncio.run(main())
     assert len(said) == 1
     assert "the collector does not take what it is sent" in said[0]
+
+
+TRACKER = """
+import json, os
+print("imported")
+class Tracker:
+    def __init__(self, run, config):
+        self.file = open(os.environ["TRACKED"], "a")
+        print(run, config["run"]["steps"])
+        os.system("echo a child of it")
+    def log(self, step, values):
+        print("logged", step)
+        print(json.dumps([step, values]), file=self.file, flush=True)
+    def close(self):
+        print("over", file=self.file, flush=True)
+class Other:
+    def __init__(self, run): ...
+class Empty:
+    def __init__(self, run, config): ...
+"""
+
+
+def test_an_exporter_of_the_users_gets_the_curves_and_may_print(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "mine.py").write_text(TRACKER)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("TRACKED", str(tmp_path / "tracked"))
+    folder = RunFolder(runs.write_run(tmp_path / "run-001", steps=6))
+    folder.logs.mkdir()
+    config = parse_config({"run": {"steps": 6}, "logging": {"exporter": "mine:Tracker"}})
+    folder.config_file.write_text(to_json(config))
+    said: list[str] = []
+
+    async def main() -> None:
+        view = run_view.ViewProcess(config, folder, said.append)
+        await view.open()
+        await view.stop()
+
+    asyncio.run(main())
+    assert said == []
+    *lines, over = (tmp_path / "tracked").read_text().splitlines()
+    rewards = {step: values["train/reward"] for step, values in map(json.loads, lines) if "train/reward" in values}
+    assert list(rewards) == [1, 2, 3, 4, 5, 6]
+    assert over == "over"
+    assert {"imported", "run-001 6", "a child of it", "logged 6"} <= set(
+        (folder.logs / "view.log").read_text().split("\n")
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("absent:Tracker", "absent cannot be imported"),
+        ("mine:Other", "is made with the run's name and its config"),
+        ("mine:Empty", "has no log and no close"),
+    ],
+)
+def test_an_exporter_that_cannot_be_used_is_said_before_anything_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, why: str
+) -> None:
+    (tmp_path / "mine.py").write_text(TRACKER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "mine", raising=False)
+    with pytest.raises(ConfigError, match=f"logging.exporter = '{name}': {why}"):
+        run_view.check_view(parse_config({"logging": {"exporter": name}}))
 
 
 def test_a_port_that_is_taken_is_said_before_anything_starts() -> None:

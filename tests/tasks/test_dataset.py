@@ -228,6 +228,7 @@ def test_a_file_that_is_not_there_or_of_another_kind_is_one_error() -> None:
 def test_too_few_held_out_rows_are_said_with_their_number() -> None:
     write("rows.jsonl", rows(5))
     assert "different held-out prompts in rows.jsonl" in refused(heldout=30)
+    assert "different held-out prompts in rows.jsonl" in refused(heldout=1319), "as many as the file has, no fewer"
 
 
 def test_prompts_are_in_the_models_own_template_and_long_ones_are_named_or_counted() -> None:

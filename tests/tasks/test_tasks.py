@@ -21,9 +21,9 @@ import pytest
 
 from orchestrator.api import Completion, ConfigError, Environment, GenerationRequest, Prompt, Sampling, Task
 from orchestrator.config import load_config
-from orchestrator.config.user_functions import named_function
 from orchestrator.envs import EnvManager, Episode
 from orchestrator.runtime import preflight
+from orchestrator.settings.user_functions import named_function
 from orchestrator.tasks import registry, splits, vocabulary
 from orchestrator.tasks.dataset import scorer
 from orchestrator.tasks.household import HouseholdTask

@@ -153,6 +153,26 @@ def test_the_agent_of_the_page_calls_its_tool_and_prints_its_reward(folder: Path
     assert asked[0]["tools"][0]["function"]["name"] == "add"
 
 
+CLIENT = """
+import json, os, urllib.request
+from types import SimpleNamespace
+
+class Message(SimpleNamespace):
+    def model_dump(self, exclude_none):
+        return {name: value for name, value in vars(self).items() if value is not None}
+
+def create(**asked):
+    key = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    place = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+    answer = json.load(urllib.request.urlopen(urllib.request.Request(place, json.dumps(asked).encode(), key)))
+    message = Message(**{"tool_calls": None, **answer["choices"][0]["message"]})
+    return SimpleNamespace(choices=[SimpleNamespace(message=message)])
+
+def OpenAI():
+    return SimpleNamespace(chat=SimpleNamespace(completions=SimpleNamespace(create=create)))
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("bwrap") is None, reason="needs bubblewrap")
 def test_the_config_of_the_agent_passes_all_checks(
@@ -168,5 +188,8 @@ def test_the_config_of_the_agent_passes_all_checks(
     (typed,) = (line for line in block("agent.md", "sh").splitlines() if "--dry-run" in line)
     words = shlex.split(typed, comments=True)[1:]
     here = [f"model.path={folder}/model", f"task.agent.tokenizer={folder}/model", "task.agent.readable=['/usr/lib']"]
-    assert cli.main([*words, *here]) == 0, capsys.readouterr().err
+    assert cli.main([*words, *here]) == 2
+    assert "No module named 'openai'" in capsys.readouterr().err, "said by a trial, before anything starts"
+    (folder / "openai.py").write_text(CLIENT)
+    assert cli.main([*words, *here, "task.agent.files=['adder.py', 'openai.py']"]) == 0, capsys.readouterr().err
     assert "OK: nothing" in capsys.readouterr().err

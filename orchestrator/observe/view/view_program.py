@@ -15,10 +15,11 @@ import os
 import secrets
 import signal
 import sys
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from orchestrator.api import ConfigError, bearer
 from orchestrator.api.listener_limits import EndOfInput
@@ -26,6 +27,7 @@ from orchestrator.observe.view.exporter_queue import Beside
 from orchestrator.observe.view.exporters import config_to_share, start_exporters
 from orchestrator.observe.view.runs_page import Runs
 from orchestrator.observe.view.view_server import Hub, Server
+from orchestrator.process_watcher import take_pipes
 from orchestrator.run_folder import RunFolder
 
 TOKEN_VARIABLE = "RL_COSERVE_VIEW_TOKEN"
@@ -44,33 +46,47 @@ def read_token(file: str, field: str = "view.token_file") -> str:
     return bearer.FILE + os.path.abspath(file)
 
 
-async def serve_run(folder: Path, token: str, port: int = 0, *, since: float | None = None) -> None:
-    """Show the run until a signal, on loopback: nothing of its config matters, which may be of an older version. ``since``: as a
-    child of the run, until standard input ends, at the run's own ``view.host``, and exporters get what happens from this time of
-    the run on. Raises ConfigError for a port that is taken."""
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The run whose child this is. ``since``: the time of the run from which on exporters get what happens. Standard input and
+    output are ``stdin`` and ``stdout`` here: what an exporter prints goes to the log."""
+
+    since: float
+    stdin: TextIO
+    stdout: TextIO
+
+    def tell(self, what: Mapping[str, Any]) -> None:
+        """One line."""
+        print(json.dumps(what), file=self.stdout, flush=True)
+
+
+async def serve_run(folder: Path, token: str, port: int = 0, *, parent: Parent | None = None) -> None:
+    """Show the run until a signal, on loopback: nothing of its config matters, which may be of an older version. ``parent``: as a
+    child of the run, until standard input ends, at the run's own ``view.host``. Raises ConfigError for a port that is taken."""
     run = RunFolder.open(folder)
     beside: list[Beside] = []
 
     def export(event: dict[str, Any]) -> None:
-        if float(event.get("t", 0.0)) >= (since or 0.0):
+        if parent is not None and float(event.get("t", 0.0)) >= parent.since:
             for exporter in beside:
                 exporter.take(event)
 
     hub = Hub(folder, export)
     server = Server(hub, token, port)
-    if since is not None:
+    if parent is not None:
         config = run.config()
-        beside += start_exporters(config.logging, folder, config_to_share(config), _say)
+        say = parent.tell
+        beside += start_exporters(config.logging, folder, config_to_share(config), lambda text: say({"say": text}))
         server = Server(hub, token, port, config.view.host, config.tls.files())
     async with _following(server, hub.run()) as ended:
         try:
-            if since is not None:
-                print(json.dumps({"port": server.port}), flush=True)
-                await asyncio.get_running_loop().connect_read_pipe(lambda: EndOfInput(ended), sys.stdin)
+            if parent is not None:
+                parent.tell({"port": server.port})
+                await asyncio.get_running_loop().connect_read_pipe(lambda: EndOfInput(ended), parent.stdin)
             else:
                 print(f"view: {server.url}", flush=True)
             await ended.wait()
-            if since is not None:
+            if parent is not None:
                 await _drain(hub)
         finally:
             await asyncio.gather(*(asyncio.to_thread(exporter.close) for exporter in beside))
@@ -113,10 +129,6 @@ async def _listen(server: Server) -> None:
         raise ConfigError("view.port", server.port, fix) from error
 
 
-def _say(text: str) -> None:
-    print(json.dumps({"say": text}), flush=True)
-
-
 async def _drain(hub: Hub) -> None:
     """The run is gone: read what it said last."""
     for _ in range(int(DRAIN_SECONDS / 0.1)):
@@ -133,8 +145,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--port", type=int, default=0)
     parser.add_argument("--since", type=float, default=0.0)
     options = parser.parse_args(argv)
+    given, taken = take_pipes()
+    parent = Parent(options.since, os.fdopen(given), os.fdopen(taken, "w"))
     try:
-        asyncio.run(serve_run(options.folder, os.environ[TOKEN_VARIABLE], options.port, since=options.since))
+        asyncio.run(serve_run(options.folder, os.environ[TOKEN_VARIABLE], options.port, parent=parent))
     except ConfigError as error:
         print(error, file=sys.stderr)
         return 2
