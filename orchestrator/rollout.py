@@ -40,6 +40,7 @@ from orchestrator.policies.training.learning_alarms import PromptRepeats
 from orchestrator.proxy.gateway import LLMProxy
 from orchestrator.tail_batching import Rounds, longest
 
+FAILURES_TOLD = 16  # trajectories in a row: then the display says why they fail
 FAILED_IN_ROW = 100  # trajectories, and
 MANY = 100  # versions of a task's environments, and causes: of more nothing is said, they are not told apart
 OTHER_CAUSE = "other_cause"
@@ -111,6 +112,7 @@ class Rollout:
         self._replaced: dict[str, None] = {}  # those of them that another member replaces
         self._deadlines: dict[str, asyncio.TimerHandle] = {}  # of groups
         self._failed_in_row = 0
+        self._last_failure = ""
         self.open = False  # for new groups
         self.behind = ""  # what new groups wait for beside the gate, in words; the pipeline sets it
         self._room = asyncio.Event()
@@ -302,7 +304,12 @@ class Rollout:
         return self.next_version - self.proxy.version
 
     def waits(self) -> str:
-        """What the trajectories in flight wait for, counted, in words."""
+        """What the trajectories in flight wait for, counted, in words; and why none ends well, where many failed in a row."""
+        if self._failed_in_row < FAILURES_TOLD:
+            return self._in_flight_waits()
+        return f"{self._in_flight_waits()}; {self._failed_in_row} in a row failed, the last: {self._last_failure[:100]}"
+
+    def _in_flight_waits(self) -> str:
         counts: dict[str, int] = {}
         for episode in self.episodes.values():
             counts[episode.waiting_for] = counts.get(episode.waiting_for, 0) + 1
@@ -432,8 +439,9 @@ class Rollout:
         """When nothing ends well any more (the reward's URL is down for good, every environment raises), say why and end,
         rather than begin trajectories for ever. A shard takes thousands with it, and has a limit of its own."""
         self._failed_in_row += error.cause != SHARD_LOST
+        self._last_failure = f"{error.cause}: {error.detail}"
         if self._failed_in_row >= max(FAILED_IN_ROW, FAILED_BATCHES * self.size.trajectories):
-            last = f"{error.cause}: {error.detail}"[:500]
+            last = self._last_failure[:500]
             self.fail(
                 RunError(f"{self._failed_in_row} trajectories in a row failed, none was scored; the last: {last}")
             )

@@ -13,6 +13,7 @@ import pytest
 
 from orchestrator.api import Observation, Prompt, RetryableError, StepResult, Trajectory, TrajectoryError
 from orchestrator.config import Config, load_config
+from orchestrator.rollout import Rollout
 from orchestrator.sim.simulated_run import SimResult, simulate
 from orchestrator.sim.twins import SimEnvironment, SimReward
 
@@ -94,8 +95,18 @@ def test_a_reward_url_that_is_down_for_good_ends_the_run_with_its_reason(monkeyp
     async def score(self: SimReward, trajectory: Trajectory) -> float:
         raise RetryableError("http://127.0.0.1:9/ failed 4 times; the last time: connection refused")
 
+    told: list[str] = []
+    note = Rollout._note_failure
+
+    def noted(self: Rollout, error: TrajectoryError) -> None:
+        note(self, error)
+        told.append(self.waits())
+
+    monkeypatch.setattr(Rollout, "_note_failure", noted)
     monkeypatch.setattr(SimReward, "score", score)
     result = simulate(config(), strict=False)
+    assert "failed" not in told[14]
+    assert "; 16 in a row failed, the last: reward_unavailable: http" in told[15], "long before the run ends of it"
     [reason] = result.violations
     assert "128 trajectories in a row failed, none was scored; the last: reward_unavailable" in reason
     assert "connection refused" in reason
