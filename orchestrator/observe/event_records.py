@@ -119,6 +119,7 @@ class Evaluation:
     high: float
     successes: int = 0
     prompts: int = 0
+    failed: int = 0
     samples: int = 1
     solved: float | None = None
     reward: float | None = None

@@ -270,4 +270,6 @@ def _success_words(found: Evaluation) -> str:
         words += f", any of {found.samples}: {found.solved:.3f}"
     if found.reward is not None and abs(found.reward - found.value) > 0.0005:
         words += f", reward {found.reward:.3f}"
+    if found.failed:
+        words += f", {found.failed} of {found.episodes} episodes failed"
     return words

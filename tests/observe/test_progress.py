@@ -137,9 +137,11 @@ def test_an_evaluation_says_its_mean_reward_and_how_many_prompts_were_solved_at_
     display, stream = plain(clock)
     evaluated(display, 0.5, 0.4, 0.6, samples=1, solved=0.5, reward=0.5)
     evaluated(display, 0.5, 0.4, 0.6, samples=8, solved=0.75, reward=-0.25)
+    evaluated(display, 0.0, 0.0, 0.6, samples=2, prompts=3, solved=0.0, failed=6)
     assert stream.getvalue().splitlines() == [
         "evaluation (start): success 0.500 [0.400, 0.600]",
         "evaluation (start): success 0.500 [0.400, 0.600], any of 8: 0.750, reward -0.250",
+        "evaluation (start): success 0.000 [0.000, 0.600], any of 2: 0.000, 6 of 6 episodes failed",
     ]
 
 
