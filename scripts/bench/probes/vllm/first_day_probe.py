@@ -233,10 +233,9 @@ def ranks(dry: bool) -> dict[str, Any]:
 
 def fp8(dry: bool) -> dict[str, Any]:
     """The same as ``engine`` with weights that vLLM quantises as it loads them, experts included; captured graphs on a GPU."""
+    ways: list[dict[str, Any]] = [{"quantization": method} for method in ("fp8_per_tensor", "fp8_per_channel")]
     if dry:  # what vLLM's CPU backend can do without AMX
         ways = [{"quantization": "online", "quantization_config": {"linear": "fp8_per_channel"}}]
-    else:
-        ways = [{"quantization": method} for method in ("fp8_per_tensor", "fp8_per_channel")]
     return {str(way["quantization"]): engine(dry, experts=True, dtype="bfloat16", **way) for way in ways}
 
 
