@@ -1,5 +1,5 @@
 """Engines that quantise what they load (vLLM's online methods), updated with versions in full precision: the weights, scales,
-tokens and log-probs of a fresh engine of the new checkpoint, bit for bit. ``fp8_per_channel`` is what vLLM's CPU backend computes
+tokens of a fresh engine of the new checkpoint, bit for bit. ``fp8_per_channel`` is what vLLM's CPU backend computes
 without AMX: weights and activations in FP8, by torch."""
 
 from __future__ import annotations
