@@ -461,7 +461,8 @@ class _Simulation:
         for event in steps.values():
             for lag, count in event["lag"].items():
                 staleness[lag] = staleness.get(lag, 0) + count
-        cut = self.traces.longer_than(self.config.rollout.engine.max_model_len) if self.traces is not None else 0
+        kept = self.traces is not None and self.config.context.strategy == "keep"  # else contexts start over
+        cut = self.traces.longer_than(self.config.rollout.engine.max_model_len) if self.traces and kept else 0
         more = {"borrowed": self._borrowed and self._borrowed.report(elapsed), "episodes_beyond_context": cut}
         return {
             "simulated": True,

@@ -28,7 +28,7 @@ class Bench(NamedTuple):
 
 
 BENCHES = {
-    "recompute-exact": Bench("scripts.bench.micro.recompute_exact", "2 min", VLLM),
+    "recompute-exact": Bench("scripts.bench.micro.recompute_exact", "3 min", VLLM),
     "update-pause": Bench("scripts.bench.micro.update_pause", "3 min", VLLM),
     "preemption": Bench("scripts.bench.micro.preemption", "2 min", VLLM),
     "idle-overhead": Bench("scripts.bench.micro.idle_overhead", "4 min", VLLM),
