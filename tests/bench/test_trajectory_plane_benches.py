@@ -134,7 +134,9 @@ def test_what_two_simulated_engines_cost_is_found_again_without_placement() -> N
     given = placement_gain.Costs(0.002, 3e-5, 2e-8, 1e-5, 0.0)
     placement_gain.trained()
     found = virtual_run.run(placement_gain.calibrated(placement_gain.simulated_workers(given), 0))
-    assert (found.step, found.sequence) == pytest.approx((given.step, given.sequence), rel=0.2)
+    assert found.step == pytest.approx(given.step, rel=0.02)
+    # A rollout ends with the fuller of two engines, the fit knows their mean.
+    assert found.sequence == pytest.approx(given.sequence, rel=0.12)
 
 
 def test_the_gain_of_placement_is_judged_by_the_pair_that_the_simulator_missed_most() -> None:
