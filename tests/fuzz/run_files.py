@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from orchestrator.api import ConfigError, Prompt, RunError, Trajectory, Turn
-from orchestrator.checkpoint import Checkpoints, CheckpointState, verify
+from orchestrator.checkpoint import FORMAT, Checkpoints, CheckpointState, verify
 from orchestrator.config import apply_override, load_config, parse_config, to_json
 from orchestrator.events import MemorySink, read_events
 from orchestrator.ledger import END_STATES, Ledger, recount
@@ -220,9 +220,7 @@ def checkpoint(folder: Path) -> Drawn:
             with inputs.bounded():
                 found = checkpoints.newest()
         except RunError as error:
-            if "this version reads 1" not in str(
-                error
-            ):  # a digit made it one of a newer version: nothing is gone back on
+            if f"this version reads {FORMAT}" not in str(error):  # a digit made it a newer one: nothing is gone back on
                 raise
             return
         assert found is not None
