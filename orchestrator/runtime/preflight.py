@@ -24,7 +24,7 @@ from orchestrator.environments.environment_wire import error_text, observation_o
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
-from orchestrator.ops import doctor_machine, requirements
+from orchestrator.ops import doctor_machine, quantised_rollouts, requirements
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.runtime import (
     engine_cuts,
@@ -32,7 +32,6 @@ from orchestrator.runtime import (
     kv_setup,
     memory_plan,
     pool_requests,
-    quantised_rollouts,
     site_caches,
 )
 from orchestrator.runtime.mooncake_master import own_address, require_port

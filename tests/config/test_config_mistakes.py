@@ -24,7 +24,10 @@ PAGE = Path(__file__).parents[2] / "docs" / "coming_from.md"
         ("rollout.lr=1", "rollout.lr = 1: no such key; did you mean trainer.learning_rate?"),
         ("rollout.tp=2", "rollout.tp = 2: no such key; did you mean rollout.engine.tensor_parallel_size?"),
         ("trainer.tp=2", "trainer.tp = 2: no such key; did you mean trainer.tensor_parallel?"),
-        ("trainer.temperature=1", "trainer.temperature = 1: no such key; did you mean rollout.temperature?"),
+        (
+            "trainer.temperature=1",
+            "trainer.temperature = 1: no such key; did you mean evaluation.temperature or rollout.temperature?",
+        ),
         ("rollout.zzz=1", "rollout.zzz = 1: no such key; docs/config.md lists them all"),
         ("run.steps=many", "run.steps = 'many': must be a whole number"),
         ("run.steps=1.5", "run.steps = 1.5: must be a whole number"),

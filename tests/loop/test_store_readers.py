@@ -103,7 +103,12 @@ def test_the_page_reads_a_folder_that_two_versions_wrote(folder: Path, tmp_path:
 
 def test_every_column_is_on_the_page_with_its_type() -> None:
     listed = dict(re.findall(r"^\| `(\w+)` \| ([^|]+?) \|", PAGE.read_text().split("## The store")[1], re.MULTILINE))
-    names = {"double": "float64", "bool": "true or false", "string": "text"}
+    names = {
+        "double": "float64",
+        "bool": "true or false",
+        "string": "text",
+        "map<string, double>": "map of text to float64",
+    }
     for column in SCHEMA:
         kind = str(column.type)
         assert listed.get(column.name) == (
