@@ -117,7 +117,7 @@ def _processors(config: Config) -> Finding:
 
 
 def _rounded(config: Config) -> Finding:
-    from orchestrator.ops import quantised_rollouts
+    from orchestrator.resources import quantised_rollouts
 
     return Finding("ok", "; ".join(quantised_rollouts.check(config)) or "none: engines compute with the trainer's bits")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from orchestrator.api import ConfigError, RunError
 from orchestrator.config import Config
-from orchestrator.ops import quantised_rollouts
+from orchestrator.resources import quantised_rollouts
 from orchestrator.runtime.pool_requests import engine_wish, trainer_ranks
 from orchestrator.settings.engine_settings import EngineSettings
 from orchestrator.settings.user_functions import named_function

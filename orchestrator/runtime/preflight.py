@@ -24,8 +24,9 @@ from orchestrator.environments.environment_wire import error_text, observation_o
 from orchestrator.environments.episode_context import setup_of
 from orchestrator.hooks import tested_versions
 from orchestrator.observe import run_view
-from orchestrator.ops import doctor_machine, quantised_rollouts, requirements
+from orchestrator.ops import doctor_machine, requirements
 from orchestrator.placement.forecast_setup import make_predictor
+from orchestrator.resources import quantised_rollouts
 from orchestrator.runtime import (
     engine_cuts,
     judge_setup,

@@ -10,9 +10,9 @@ import pytest
 
 from orchestrator.api import ConfigError
 from orchestrator.config import load_config
-from orchestrator.ops import quantised_rollouts
 from orchestrator.ops.check import Check
 from orchestrator.ops.doctor_config import checks_for_config
+from orchestrator.resources import quantised_rollouts
 from orchestrator.runtime import preflight
 
 FP8 = "rollout.engine.quantization='fp8_per_block'"
