@@ -74,9 +74,9 @@ def interval_of(shares: Sequence[float], samples: int) -> tuple[float, float]:
     interval is taken for as many answers as would vary like this if they were independent (Korn and Graubard's effective size).
     """
     total, mean = len(shares), fmean(shares) if shares else 0.0
-    size = float(total)
-    if samples > 1 and total > 1 and (spread := variance(shares, mean)):
-        size = min(total * samples, max(total, mean * (1 - mean) * total / spread))
+    size, alone = float(total), mean * (1 - mean)  # the variance of one answer
+    if samples > 1 and total > 1 and alone:  # where all or none are right, prompts alone count
+        size = max(size, alone * total / max(variance(shares), alone / samples))
     return wilson(mean * size, size)
 
 

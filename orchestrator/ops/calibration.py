@@ -38,8 +38,7 @@ _ROWS = 50_000  # trajectories that are played again
 @dataclass(frozen=True, slots=True)
 class Calibration:
     """``sim``: keys of that section. Seconds: ``step`` as measured, ``simulated`` as the simulator has it now; ``startup``; of
-    one warm-up step; of one
-    held-out episode. ``factor``: on what was measured apart."""
+    one warm-up step; of one held-out episode. ``factor``: on what was measured apart."""
 
     run: str
     sim: dict[str, Any]

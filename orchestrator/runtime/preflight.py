@@ -27,14 +27,7 @@ from orchestrator.observe import run_view
 from orchestrator.ops import doctor_machine, requirements
 from orchestrator.placement.forecast_setup import make_predictor
 from orchestrator.resources import quantised_rollouts
-from orchestrator.runtime import (
-    engine_cuts,
-    judge_setup,
-    kv_setup,
-    memory_plan,
-    pool_requests,
-    site_caches,
-)
+from orchestrator.runtime import engine_cuts, judge_setup, kv_setup, memory_plan, pool_requests, site_caches
 from orchestrator.runtime.mooncake_master import own_address, require_port
 from orchestrator.runtime.reward_trial import try_reward
 from orchestrator.sandbox import Sandbox

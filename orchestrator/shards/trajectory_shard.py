@@ -158,7 +158,10 @@ def encode_slices(trajectory: Trajectory) -> Generator[None, None, Encoded]:
         logprobs = exact
     if not short:
         yield
-    record = json.dumps({name: _plain(getattr(trajectory, name)) for name in _RECORD})
+    facts = {name: _plain(getattr(trajectory, name)) for name in _RECORD}
+    if not trajectory.metrics:  # which earlier versions, that may resume from this, do not know
+        del facts["metrics"]
+    record = json.dumps(facts)
     columns = {
         "record": pa.array([record], pa.string()),
         "token_ids": _one_list(token_ids),

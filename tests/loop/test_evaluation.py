@@ -92,7 +92,10 @@ def test_the_interval_is_that_of_prompts_when_their_samples_agree_and_of_all_ans
         for _ in range(times)
     ]
     assert interval_of(tosses, 8) == pytest.approx(wilson(1024, 2048), abs=0.001)
-    assert interval_of(apart, 8) == wilson(50, 100)  # no spread at all says nothing of it: the wide one
+    assert interval_of(apart, 8) == pytest.approx(
+        wilson(400, 800)
+    )  # never as if there were more answers than there are
+    assert interval_of([1 / 3] * 99, 3) == pytest.approx(wilson(99, 297))
     assert interval_of([1.0] * 20, 8) == wilson(20, 20)
     assert interval_of([], 4) == (0.0, 1.0)
 

@@ -109,6 +109,11 @@ def test_log_probs_that_are_float32_lie_as_such_and_others_are_not_rounded() -> 
     assert (width(-0.5, -0.25), width(-0.5, -0.1)) == (4, 8)
 
 
+def test_what_an_earlier_version_does_not_know_is_written_only_where_there_is_some() -> None:
+    assert b'"metrics"' not in bytes(encode(a_trajectory())[0])
+    assert b'"metrics"' in bytes(encode(replace(a_trajectory(), metrics=(("format", 1.0),)))[0])
+
+
 def test_a_turn_whose_log_probs_are_too_few_is_refused() -> None:
     turn = replace(a_trajectory().turns[0], logprobs=(-1.0,))
     with pytest.raises(RunError, match=r"trajectory t1: a turn's tokens, log-probs and versions differ in number"):

@@ -2,8 +2,8 @@
 
 * ``success_start``, ``success_end``, ``success_before_warmup``: success rates on held-out prompts, or null; ``success_end``
   is null unless the run was evaluated after its last step. ``success_intervals`` has ``{low, high, prompts}`` of each (95 %
-  Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``, ``evaluations`` all
-  that is known of each.
+  Wilson interval), ``success_curve`` every evaluation as ``[steps done, success]``, ``evaluations`` all that is
+  known of each.
 * ``tokens_per_s``: the mean over the whole run: trained tokens that the policy generated, over the wall time of the training
   steps: evaluations, weight updates and waiting included, startup and warm-up not. (What a run's views call tokens/s while it
   goes on is the same over its last steps.)
